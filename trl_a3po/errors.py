@@ -1,0 +1,17 @@
+"""Errors a user can meet. Each message says what happened, to what, and what to do about it."""
+
+
+class A3POError(RuntimeError):
+    """Base of the errors raised while a run is under way."""
+
+
+class EngineError(A3POError):
+    """The engine cannot sample any more."""
+
+
+class RewardError(A3POError):
+    """A reward function raised, or returned something that is not one number per completion."""
+
+
+class StallError(A3POError):
+    """A wait reached its limit. The message says who waits for whom."""
