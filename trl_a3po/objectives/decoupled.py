@@ -1,0 +1,161 @@
+"""The decoupled objective: A-3PO's loss (arXiv 2512.06547), as a closed form and as the trainer's anchor.
+
+Guarantees: the only path of the gradient is the current log-prob inside `r`; before any cap, `w·r = ρ`. So with
+`loglinear` and no cap the gradient is that of PPO clipped on `ρ`, in the band `[(1 - ε_low)^D, (1 + ε_high)^D]` with
+`D = max(d, 1)`: it widens with staleness, and a cap on `w` is therefore on by default.
+"""
+
+import torch
+
+from trl_a3po.objectives.behavior import WeightLevel, WeightMode, at_level, behavior_weight, is_capped
+from trl_a3po.objectives.inputs import blank, check_option, check_shapes, upcast
+from trl_a3po.objectives.proximal import PROXIMAL_METHODS, proximal_logps
+from trl_a3po.objectives.staleness import Fresh, interpolation_weight
+from trl_a3po.objectives.stats import DecoupledStats
+
+
+def decoupled_loss(
+    policy_logps: torch.Tensor,
+    behavior_logps: torch.Tensor,
+    proximal_logps: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    weight_cap: float | None = 5.0,
+    weight_mode: WeightMode = "truncate",
+    weight_level: WeightLevel = "token",
+) -> tuple[torch.Tensor, DecoupledStats]:
+    """`-w · min(r·A, clip(r, 1 - ε_low, 1 + ε_high)·A)` for every token.
+
+    Args:
+        policy_logps: `lt`, `(B, T)`, with gradient.
+        behavior_logps: `lb`, `(B, T)`.
+        proximal_logps: `lp`, `(B, T)`, from the function of that name or from a forward at `take`.
+        advantages: `A`, `(B,)`.
+        mask: `(B, T)`, non-zero where a token counts.
+        epsilon_low, epsilon_high: the clip band of `r`.
+        weight_cap, weight_mode: how `w` is capped, see `behavior_weight`.
+        weight_level: `"sequence"` replaces both `w` and `r` by the geometric mean over their row.
+
+    Returns:
+        The loss per token, `(B, T)`, 0 outside the mask, and the statistics.
+
+    Raises:
+        ValueError: an unknown mode or level, a cap that is not above 1, shapes that do not match.
+    """
+    check_shapes(
+        mask, advantages, policy_logps=policy_logps, behavior_logps=behavior_logps, proximal_logps=proximal_logps
+    )
+    mask = mask.bool()
+    lt, lb, lp = blank(mask, *upcast(policy_logps, behavior_logps, proximal_logps.detach()))
+    w, _ = behavior_weight(lp, lb, mask, cap=weight_cap, mode=weight_mode, level=weight_level)
+    r = torch.exp(at_level(lt - lp, mask, weight_level))
+    A = advantages.to(lt.dtype).unsqueeze(1)
+    loss = -w * torch.min(r * A, r.clamp(1 - epsilon_low, 1 + epsilon_high) * A)
+
+    ratios = _ratios(lt, lb, lp, mask, weight_level)
+    events = _events(ratios, A, epsilon_low, epsilon_high, weight_cap, weight_mode)
+    return torch.where(mask, loss, 0), DecoupledStats.of(ratios | events, mask)
+
+
+@torch.no_grad()
+def decoupled_anchor(
+    policy_logps: torch.Tensor,
+    behavior_logps: torch.Tensor,
+    staleness: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    proximal_method: str = "loglinear",
+    recomputed_logps: torch.Tensor | None = None,
+    fresh: Fresh = "behavior",
+    weight_cap: float | None = 5.0,
+    weight_mode: WeightMode = "truncate",
+    weight_level: WeightLevel = "token",
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+) -> tuple[torch.Tensor, torch.Tensor, DecoupledStats]:
+    """A-3PO as a clipped PPO loss sees it: `(lp, w)`.
+
+    Args:
+        policy_logps, behavior_logps: `lt` and `lb`, `(B, T)`.
+        staleness: `d`, `(B, T)` integers.
+        advantages: `A`, `(B,)`; with the epsilons, only for the clip statistics.
+        mask: `(B, T)`, non-zero where a token counts.
+        proximal_method: a method of `proximal_logps`, or `"recompute"`.
+        recomputed_logps: `(B, T)`, from a forward with the weights at `take`; with `"recompute"` and only then.
+        fresh: the proximal policy at `d = 0`, see `interpolation_weight`.
+        weight_cap, weight_mode: how `w` is capped, see `behavior_weight`.
+        weight_level: `"sequence"` gives every token the geometric mean of its row's `w`; the PPO loss must then use
+            the geometric mean of `r` as well (TRL: `importance_sampling_level="sequence"`).
+        epsilon_low, epsilon_high: the clip band of that PPO loss.
+
+    Returns:
+        `lp` and `w`, `(B, T)`, detached, and the statistics by staleness. Outside the mask `lp` is the current
+        log-prob where that is finite, else 0, so that the PPO ratio is 1 there.
+
+    Raises:
+        ValueError: an unknown option, `recomputed_logps` missing or superfluous, a cap that is not above 1, a negative
+            staleness, shapes that do not match.
+    """
+    check_option("proximal_method", proximal_method, (*PROXIMAL_METHODS, "recompute"))
+    _check_recomputed(proximal_method, recomputed_logps)
+    check_shapes(mask, advantages, policy_logps=policy_logps, behavior_logps=behavior_logps, staleness=staleness)
+    mask = mask.bool()
+    lt, lb = blank(mask, *upcast(policy_logps, behavior_logps))
+    d = torch.where(mask, staleness, 0)
+
+    if proximal_method == "recompute":
+        check_shapes(mask, recomputed_logps=recomputed_logps)
+        (lp,) = blank(mask, recomputed_logps.to(lt.dtype))
+    else:
+        lp = proximal_logps(lb, lt, d, proximal_method, fresh)
+    w, _ = behavior_weight(lp, lb, mask, cap=weight_cap, mode=weight_mode, level=weight_level)
+
+    ratios = _ratios(lt, lb, lp, mask, weight_level)
+    events = _events(ratios, advantages.unsqueeze(1), epsilon_low, epsilon_high, weight_cap, weight_mode)
+    if proximal_method in ("loglinear", "linear"):
+        events["interpolation_weight"] = interpolation_weight(d, fresh)
+    return anchor_outside(mask, lp, policy_logps), w, DecoupledStats.of(ratios | events, mask, d)
+
+
+def anchor_outside(mask: torch.Tensor, anchor: torch.Tensor, policy_logps: torch.Tensor) -> torch.Tensor:
+    """`anchor` inside the mask; outside, the current log-prob or, where that is not finite, 0."""
+    outside = policy_logps.detach().to(anchor.dtype).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.where(mask, anchor, outside)
+
+
+@torch.no_grad()
+def _ratios(
+    lt: torch.Tensor, lb: torch.Tensor, lp: torch.Tensor, mask: torch.Tensor, level: WeightLevel
+) -> dict[str, torch.Tensor]:
+    log_ratios = {"w": lp - lb, "r": lt - lp, "rho": lt - lb}
+    return {name: torch.exp(at_level(log, mask, level)).expand_as(lt) for name, log in log_ratios.items()}
+
+
+def _events(
+    ratios: dict[str, torch.Tensor],
+    A: torch.Tensor,
+    epsilon_low: float,
+    epsilon_high: float,
+    cap: float | None,
+    mode: WeightMode,
+) -> dict[str, torch.Tensor]:
+    """Where the clip removes the gradient, and where the cap changes the weight."""
+    w, r = ratios["w"], ratios["r"]
+    return {
+        "clip_low": (r < 1 - epsilon_low) & (A < 0),
+        "clip_high": (r > 1 + epsilon_high) & (A > 0),
+        "capped": is_capped(w, cap, mode),
+    }
+
+
+def _check_recomputed(proximal_method: str, recomputed_logps: torch.Tensor | None) -> None:
+    if (proximal_method == "recompute") != (recomputed_logps is not None):
+        state = "given" if recomputed_logps is not None else "None"
+        raise ValueError(
+            f"recomputed_logps is {state} with proximal_method={proximal_method!r}: pass the log-probs of a forward "
+            'with the weights at take when, and only when, proximal_method="recompute".'
+        )

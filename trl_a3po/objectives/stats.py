@@ -1,0 +1,205 @@
+"""What is logged about an objective, in a form that can be added up: over micro-batches, and over ranks.
+
+Guarantees: `a + b` is what one pass over both batches would give; the values per staleness add up to the whole; only
+`metrics` waits for the device, besides one look at the largest staleness.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch.nn.functional import pad
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Count, sum, sum of squares, minimum and maximum of Q quantities, one column per staleness value `0..S-1`.
+
+    Args:
+        names: the Q quantities.
+        count: `(S,)` entries seen.
+        sums, squares, minima, maxima: `(Q, S)`.
+        by_staleness: the columns are staleness values; otherwise there is one column for everything.
+    """
+
+    names: tuple[str, ...]
+    count: torch.Tensor
+    sums: torch.Tensor
+    squares: torch.Tensor
+    minima: torch.Tensor
+    maxima: torch.Tensor
+    by_staleness: bool
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, values: dict[str, torch.Tensor], mask: torch.Tensor, staleness: torch.Tensor | None = None) -> Self:
+        """Tally the entries of `values` that the boolean `mask` keeps; all tensors have the mask's shape.
+
+        Raises:
+            ValueError: a staleness inside the mask is negative.
+        """
+        # Sums over a long run of tokens need more than fp32, which is all that MPS has.
+        dtype = torch.float32 if mask.device.type == "mps" else torch.float64
+        table = torch.stack([value.detach().to(dtype) for value in values.values()])
+        columns = [mask] if staleness is None else _staleness_columns(staleness, mask)
+        reductions: dict[str, list[torch.Tensor]] = {"sums": [], "squares": [], "minima": [], "maxima": []}
+        over = tuple(range(1, table.dim()))
+        for column in columns:
+            inside = torch.where(column, table, 0)
+            reductions["sums"].append(inside.sum(over))
+            reductions["squares"].append(inside.square().sum(over))
+            reductions["minima"].append(torch.where(column, table, torch.inf).amin(over))
+            reductions["maxima"].append(torch.where(column, table, -torch.inf).amax(over))
+        return cls(
+            names=tuple(values),
+            count=torch.stack([column.sum() for column in columns]).to(dtype),
+            **{name: torch.stack(vectors, dim=1) for name, vectors in reductions.items()},
+            by_staleness=staleness is not None,
+        )
+
+    def __add__(self, other: Self) -> Self:
+        """The tally of both batches. Raises `ValueError` when they hold different quantities."""
+        if (type(self), self.names, self.by_staleness) != (type(other), other.names, other.by_staleness):
+            raise ValueError(
+                f"Statistics of {self.names} (by_staleness={self.by_staleness}) and of {other.names} "
+                f"(by_staleness={other.by_staleness}) cannot be added: add those of one objective with one setting."
+            )
+        size = max(len(self.count), len(other.count))
+        mine, theirs = self._padded(size), other._padded(size)
+        return replace(
+            self,
+            count=mine.count + theirs.count,
+            sums=mine.sums + theirs.sums,
+            squares=mine.squares + theirs.squares,
+            minima=torch.minimum(mine.minima, theirs.minima),
+            maxima=torch.maximum(mine.maxima, theirs.maxima),
+        )
+
+    def cpu(self) -> Self:
+        """The same tally in host memory, ready to be gathered as an object from every rank and added up."""
+        return self._each(torch.Tensor.cpu)
+
+    def metrics(self) -> dict[str, float]:
+        """Name -> number, all starting with `a3po/`; `a3po/d2/…` are the entries of staleness 2 alone.
+
+        What was never seen has no key: an empty tally gives `{}`.
+        """
+        count = self.count.tolist()
+        total = sum(count)
+        if total == 0:
+            return {}
+        whole = self._each(lambda tensor: tensor.sum(-1, keepdim=True))
+        whole = replace(whole, minima=self.minima.amin(-1, keepdim=True), maxima=self.maxima.amax(-1, keepdim=True))
+        metrics = {f"a3po/{key}": value for key, value in whole._summary(0).items()}
+        if self.by_staleness:
+            seen = [d for d, entries in enumerate(count) if entries > 0]
+            metrics["a3po/staleness/mean"] = sum(d * count[d] for d in seen) / total
+            metrics["a3po/staleness/min"] = float(seen[0])
+            metrics["a3po/staleness/max"] = float(seen[-1])
+            for d in seen:
+                metrics[f"a3po/d{d}/fraction"] = count[d] / total
+                metrics |= {f"a3po/d{d}/{key}": value for key, value in self._summary(d).items()}
+        return metrics
+
+    def _summary(self, column: int) -> dict[str, float]:
+        """The numbers of one column that holds entries."""
+        raise NotImplementedError
+
+    def _column(self, column: int) -> "_Column":
+        table = torch.stack(
+            [self.sums[:, column], self.squares[:, column], self.minima[:, column], self.maxima[:, column]]
+        )
+        sums, squares, minima, maxima = (dict(zip(self.names, row, strict=True)) for row in table.tolist())
+        return _Column(self.count[column].item(), sums, squares, minima, maxima)
+
+    def _padded(self, size: int) -> Self:
+        missing = (0, size - len(self.count))
+        padded = self._each(lambda tensor: pad(tensor, missing))
+        return replace(
+            padded,
+            minima=pad(self.minima, missing, value=torch.inf),
+            maxima=pad(self.maxima, missing, value=-torch.inf),
+        )
+
+    def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        tensors = ("count", "sums", "squares", "minima", "maxima")
+        return replace(self, **{name: function(getattr(self, name)) for name in tensors})
+
+
+class DecoupledStats(Tally):
+    """Per token: `w` before its cap, `r`, `ρ`, the interpolation weight, and how often clip and cap were active.
+
+    At sequence level the first three are the row's geometric means, counted once per token.
+
+    `ess` is the effective sample size of `ρ` as a fraction of the tokens, `(Σρ)²/(n·Σρ²)`: 1 when the policy is still
+    the behavior policy, whatever the proximal method and the cap. `clip/low` counts `r < 1 - ε_low` where `A < 0` and
+    `clip/high` counts `r > 1 + ε_high` where `A > 0`: the tokens whose gradient the clip removes.
+    """
+
+    def _summary(self, column: int) -> dict[str, float]:
+        entries = self._column(column)
+        metrics = {}
+        for name in ("w", "r", "rho"):
+            if name in self.names:
+                metrics |= entries.spread(name)
+        if "rho" in self.names:
+            metrics["ess"] = entries.sums["rho"] ** 2 / (entries.count * entries.squares["rho"])
+        for name, key in (
+            ("clip_low", "clip/low"),
+            ("clip_high", "clip/high"),
+            ("capped", "w/capped"),
+            ("interpolation_weight", "interpolation_weight/mean"),
+        ):
+            if name in self.names:
+                metrics[key] = entries.mean(name)
+        return metrics
+
+
+class ScaleStats(Tally):
+    """Per row: the scale `S` (mean NLL of a token), and how it weighs on rows of positive and of negative advantage.
+
+    The staleness of a row is that of its oldest token. `scale/positive` and `scale/negative` are means of `S` over the
+    rows of each sign, weighted by `|A|` (`S_P` and `S_N`, arXiv 2606.03070v1, theorem 3); `imbalance` is the mean of
+    `A·S`, the value of the loss without any correction: far from 0, the rows of one sign dominate. `floor` is the
+    fraction of rows whose scale was below `min_scale`; `coefficient` is `C_g`.
+    """
+
+    def _summary(self, column: int) -> dict[str, float]:
+        entries = self._column(column)
+        metrics = entries.spread("scale") | entries.spread("coefficient")
+        metrics["imbalance"] = entries.mean("positive") - entries.mean("negative")
+        for sign in ("positive", "negative"):
+            advantage = entries.sums[f"{sign}_advantage"]
+            if advantage > 0:
+                metrics[f"scale/{sign}"] = entries.sums[sign] / advantage
+        if "floor" in self.names:
+            metrics["floor"] = entries.mean("floor")
+        return metrics
+
+
+@dataclass(frozen=True)
+class _Column:
+    count: float
+    sums: dict[str, float]
+    squares: dict[str, float]
+    minima: dict[str, float]
+    maxima: dict[str, float]
+
+    def mean(self, name: str) -> float:
+        return self.sums[name] / self.count
+
+    def spread(self, name: str) -> dict[str, float]:
+        return {f"{name}/mean": self.mean(name), f"{name}/min": self.minima[name], f"{name}/max": self.maxima[name]}
+
+
+def _staleness_columns(staleness: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """One mask per staleness value, 0 to the largest."""
+    low, high = torch.where(mask, staleness, 0).aminmax()
+    low, high = torch.stack([low, high]).tolist()
+    if low < 0:
+        raise ValueError(
+            f"staleness holds {low} inside the mask: a token cannot be newer than the policy. Compute it with "
+            "token_staleness, from versions aligned with the completion tokens."
+        )
+    return [mask & (staleness == d) for d in range(high + 1)]
