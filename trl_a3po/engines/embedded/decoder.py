@@ -5,21 +5,38 @@ Guarantees:
 - a token's version is that of the weights which produced its logits: logits are sampled in the step that computes them;
 - the noise of a token is a function of (seed, noise_key, rollout number, position) and of nothing else;
 - a freed slot is refilled before the next decode step, in submission order (request, then rollout number).
+
+A prompt is prefilled once per group. When only some of a group's rollouts find a free slot, the prompt's keys, values
+and logits are kept for the others, until the weights change: then it is prefilled again, so that a rollout always
+starts under the current weights.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 
+from trl_a3po.engines.embedded.cache import PrefillCache, SlotCache
+from trl_a3po.engines.embedded.forward import ModelForward
+from trl_a3po.engines.embedded.sampling import Sampler, noise_stream, uniform_noise
 from trl_a3po.engines.protocol import GroupFinished, GroupRequest, SamplingSettings
+from trl_a3po.errors import EngineError
+from trl_a3po.rollout.records import Rollout
+
+# Attention reads a multiple of this many positions, so that shapes repeat from step to step.
+_LENGTH_STEP = 32
+# Padded tokens of one prefill forward: bounds its memory.
+_PREFILL_TOKENS = 8192
 
 
 class SlotDecoder:
     """Samples groups of completions from `model`, `slots` rollouts at a time.
 
     Args:
-        model: a causal language model of transformers, or a `PeftModel` around one, already on `device` and in the
+        model: a causal language model of transformers, or a `PeftModel` around one, already on its device and in the
             dtype to sample with. It is put in eval mode; its weights may be changed in place between calls of `step`,
             followed by `set_version`.
         sampling: the same for every request.
@@ -30,7 +47,8 @@ class SlotDecoder:
             new weights before their next token.
         deterministic: tokens and log-probs are bit-equal whatever else is in the batch (one machine, one thread
             count), for the price of padding. Otherwise log-probs agree to 1e-4 in fp32.
-        device: where the model lives; `None`: the device of its first parameter.
+        version: policy version of the weights in `model`.
+        device: where the model lives; `None`: the device of its embeddings.
 
     Raises:
         ValueError: a sampling setting that cannot hold, or an architecture whose cache is not one key and one value
@@ -49,53 +67,105 @@ class SlotDecoder:
         version: int = 0,
         device: torch.device | str | None = None,
     ):
-        raise NotImplementedError
+        if slots < 1:
+            raise ValueError(f"slots={slots} leaves no room for a rollout: it must be at least 1.")
+        if kv_on_publish not in ("keep", "recompute"):
+            raise ValueError(f"kv_on_publish={kv_on_publish!r} is unknown: set 'keep' or 'recompute'.")
+        if deterministic and max_prompt_tokens is None:
+            raise ValueError(
+                "deterministic=True pads every prompt to the same length, so max_prompt_tokens=None cannot hold: set "
+                "it to the longest prompt of the run."
+            )
+        self._forward = ModelForward(model, device=device, math_attention=deterministic)
+        self._device = self._forward.device
+        self._sampling = sampling
+        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._sampler = Sampler(sampling, self._forward.vocab_size, self._device)
+        self._max_prompt_tokens = self._longest_prompt(max_prompt_tokens)
+        self._recompute_on_publish = kv_on_publish == "recompute"
+        # The one padded length of deterministic mode: every sequence fits.
+        self._fixed_length = max_prompt_tokens + sampling.max_new_tokens if deterministic else None
+
+        self._version = version
+        self._tokens = 0
+        self._cache_is_stale = False
+        self._groups: dict[int, _Group] = {}
+        self._waiting: deque[_Group] = deque()
+        # Slot i decodes self._active[i]; the arrays below are indexed the same way.
+        self._active: list[_Sequence | None] = [None] * slots
+        self._cache = SlotCache(slots)
+        self._last_token = np.zeros(slots, dtype=np.int64)
+        self._position = np.zeros(slots, dtype=np.int64)  # of the last token, whose key and value are not cached yet
+        self._stream = np.zeros(slots, dtype=np.uint64)
+        self._generated = np.zeros(slots, dtype=np.int64)
+        self._seen = None
+        if self._sampler.needs_seen:
+            self._seen = torch.zeros(slots, self._forward.vocab_size, dtype=torch.bool, device=self._device)
 
     @property
     def version(self) -> int:
         """Policy version of the weights in `model`."""
-        raise NotImplementedError
+        return self._version
 
     @property
     def idle(self) -> bool:
         """Nothing is waiting and nothing is being decoded: `step` would do nothing."""
-        raise NotImplementedError
+        return not self._groups
 
     @property
     def active_rollouts(self) -> int:
         """Rollouts that hold a slot."""
-        raise NotImplementedError
+        return sum(sequence is not None for sequence in self._active)
 
     @property
     def waiting_requests(self) -> int:
         """Requests none of whose rollouts has started."""
-        raise NotImplementedError
+        return sum(group.started == 0 for group in self._waiting)
 
     @property
     def tokens(self) -> int:
         """Completion tokens sampled so far, those of cancelled requests included."""
-        raise NotImplementedError
+        return self._tokens
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a request; costs no forward.
 
         Raises:
-            ValueError: the prompt is empty, holds an id outside the vocabulary or does not fit, or the id is in use.
+            ValueError: the prompt is empty, holds an id outside the vocabulary or does not fit, the id is in use, or
+                `num_rollouts` is below 1.
         """
-        raise NotImplementedError
+        prompt, name = request.prompt_ids, f"Request {request.request_id}"
+        if request.request_id in self._groups:
+            raise ValueError(f"{name} is already being sampled: every attempt needs a new request_id.")
+        if request.num_rollouts < 1:
+            raise ValueError(f"{name} asks for num_rollouts={request.num_rollouts}: it must be at least 1.")
+        if not prompt:
+            raise ValueError(f"{name} has an empty prompt: give it at least one token.")
+        if not 0 <= min(prompt) <= max(prompt) < self._forward.vocab_size:
+            raise ValueError(
+                f"{name} holds token ids from {min(prompt)} to {max(prompt)}, but the model's vocabulary is 0 to "
+                f"{self._forward.vocab_size - 1}: the tokenizer does not belong to this model."
+            )
+        if self._max_prompt_tokens is not None and len(prompt) > self._max_prompt_tokens:
+            context = self._forward.context
+            raise ValueError(
+                f"{name} has a prompt of {len(prompt)} tokens, but at most {self._max_prompt_tokens} fit beside "
+                f"max_new_tokens={self._sampling.max_new_tokens}"
+                + (f" in the model's context of {context}" if context else "")
+                + ": shorten the prompt, lower max_completion_length or raise max_prompt_tokens if it was set."
+            )
+        group = _Group(request)
+        self._groups[request.request_id] = group
+        self._waiting.append(group)
 
     def cancel(self, request_ids: Iterable[int]) -> None:
         """Forget these requests and free their slots; unknown ids are ignored."""
-        raise NotImplementedError
-
-    def step(self) -> list[GroupFinished]:
-        """Give free slots to waiting rollouts (prefill and their first token), then sample one token of every active
-        rollout. Returns the groups whose last rollout finished; `[]` when idle.
-
-        Raises:
-            EngineError: the model's logits are NaN or infinite.
-        """
-        raise NotImplementedError
+        cancelled = {id(group) for group in (self._groups.pop(key, None) for key in set(request_ids)) if group}
+        if cancelled:
+            self._waiting = deque(group for group in self._waiting if id(group) not in cancelled)
+            self._active = [
+                None if sequence is None or id(sequence.group) in cancelled else sequence for sequence in self._active
+            ]
 
     def set_version(self, version: int) -> None:
         """Say that the weights of `model` were changed in place and are now those of `version`.
@@ -103,4 +173,242 @@ class SlotDecoder:
         Raises:
             ValueError: `version` is negative, or older than that of sequences in flight.
         """
-        raise NotImplementedError
+        if version < 0:
+            raise ValueError(f"version={version} is not a policy version: it must be 0 or more.")
+        if version < self._version and self.active_rollouts:
+            raise ValueError(
+                f"version={version} is older than {self._version}, under which {self.active_rollouts} rollouts in "
+                "flight are sampled: publish versions in order, or cancel those rollouts first."
+            )
+        self._version = version
+        self._cache_is_stale = self._recompute_on_publish
+        for group in self._waiting:
+            group.prefilled = None
+
+    @torch.inference_mode()
+    def step(self) -> list[GroupFinished]:
+        """Give free slots to waiting rollouts (prefill and their first token), then sample one token of every active
+        rollout. Returns the groups whose last rollout finished; `[]` when idle.
+
+        Raises:
+            EngineError: the model's logits are NaN or infinite.
+        """
+        finished: list[GroupFinished] = []
+        if self._cache_is_stale:
+            self._recompute()
+            self._cache_is_stale = False
+        while self._waiting and None in self._active:
+            self._admit(finished)
+        self._close_gaps()
+        if self._active[0] is not None:
+            self._decode(finished)
+        return finished
+
+    def _longest_prompt(self, asked: int | None) -> int | None:
+        context, new = self._forward.context, self._sampling.max_new_tokens
+        room = None if context is None else context - new
+        if room is not None and (room < 1 or (asked is not None and asked > room)):
+            raise ValueError(
+                f"max_new_tokens={new}"
+                + (f" and max_prompt_tokens={asked} are together" if asked else " is")
+                + f" more than the model's context of {context} tokens allows: lower max_completion_length"
+                + (" or max_prompt_tokens." if asked else ".")
+            )
+        return room if asked is None else asked
+
+    def _admit(self, finished: list[GroupFinished]) -> None:
+        """Fill the free slots: prefill the prompts that need it and sample every new rollout's first token."""
+        starts: list[tuple[int, _Sequence]] = []
+        for slot in range(len(self._active)):
+            if self._active[slot] is None and self._waiting:
+                group = self._waiting[0]
+                starts.append((slot, _Sequence(group, group.started)))
+                group.started += 1
+                if group.started == group.request.num_rollouts:
+                    self._waiting.popleft()
+        groups = list({id(sequence.group): sequence.group for _, sequence in starts}.values())
+        missing = [group for group in groups if group.prefilled is None]
+        prompts = [group.request.prompt_ids for group in missing]
+        for batch, pad_to in self._batches([len(prompt) for prompt in prompts], self._max_prompt_tokens):
+            logits, cache = self._forward.prefill([prompts[i] for i in batch], pad_to)
+            for row, i in enumerate(batch):
+                missing[i].prefilled = _Prefilled(logits[row], cache, row)
+        for slot, sequence in starts:
+            self._occupy(slot, sequence)
+        self._copy_prompts(starts)
+        slots = [slot for slot, _ in starts]
+        self._record(slots, self._sample_starts(starts), finished)
+        for group in groups:
+            if group.started < group.request.num_rollouts:
+                group.prefilled.release_the_batch(len(group.request.prompt_ids))
+            else:
+                group.prefilled = None
+
+    def _occupy(self, slot: int, sequence: "_Sequence") -> None:
+        request = sequence.group.request
+        self._active[slot] = sequence
+        self._position[slot] = len(request.prompt_ids) - 1
+        self._stream[slot] = noise_stream(self._sampling.seed, request.noise_key, sequence.number)
+        self._generated[slot] = 0
+        if self._seen is not None:
+            self._seen[slot] = False
+            self._seen[slot, torch.tensor(request.prompt_ids, device=self._device)] = True
+
+    def _copy_prompts(self, starts: Sequence[tuple[int, "_Sequence"]]) -> None:
+        by_cache: dict[int, list[tuple[int, _Prefilled]]] = {}
+        for slot, sequence in starts:
+            prefilled = sequence.group.prefilled
+            by_cache.setdefault(id(prefilled.cache), []).append((slot, prefilled))
+        for copies in by_cache.values():
+            slots = torch.tensor([slot for slot, _ in copies], device=self._device)
+            rows = torch.tensor([prefilled.row for _, prefilled in copies], device=self._device)
+            self._write(slots, copies[0][1].cache, rows)
+
+    def _sample_starts(self, starts: Sequence[tuple[int, "_Sequence"]]) -> np.ndarray:
+        slots = np.array([slot for slot, _ in starts])
+        logits = torch.stack([sequence.group.prefilled.logits for _, sequence in starts])
+        if self._fixed_length is None:
+            return self._sample(logits, slots)
+        every_slot = logits.new_zeros(len(self._active), logits.shape[1])
+        every_slot[torch.from_numpy(slots).to(self._device)] = logits
+        return self._sample(every_slot, np.arange(len(self._active)))[:, slots]
+
+    def _close_gaps(self) -> None:
+        """Move the last sequences into free slots, so that the active ones are the first rows of the cache."""
+        free = 0
+        for last in range(len(self._active) - 1, -1, -1):
+            if self._active[last] is None:
+                continue
+            while free < last and self._active[free] is not None:
+                free += 1
+            if free >= last:
+                return
+            self._cache.move(last, free, int(self._position[last]))
+            for array in (self._last_token, self._position, self._stream, self._generated):
+                array[free] = array[last]
+            if self._seen is not None:
+                self._seen[free] = self._seen[last]
+            self._active[free], self._active[last] = self._active[last], None
+
+    def _decode(self, finished: list[GroupFinished]) -> None:
+        active = self.active_rollouts
+        if self._fixed_length is None:
+            rows, length = active, _round_up(int(self._position[:active].max()) + 1)
+        else:
+            rows, length = len(self._active), self._fixed_length
+            self._position[active:] = self._last_token[active:] = 0
+        logits = self._forward.decode(
+            self._on_device(self._last_token[:rows]), self._on_device(self._position[:rows]), self._cache, length
+        )
+        self._record(range(active), self._sample(logits, slice(0, rows)), finished)
+
+    def _sample(self, logits: torch.Tensor, slots: np.ndarray | slice) -> np.ndarray:
+        """Tokens and log-probs, `(2, N)` on the host, of the sequences in `slots`."""
+        generated = self._generated[slots]
+        noise = self._on_device(uniform_noise(self._stream[slots], generated))
+        too_early = None
+        if self._sampling.min_new_tokens:
+            too_early = self._on_device(generated < self._sampling.min_new_tokens)
+        seen = None
+        if self._seen is not None:
+            seen = self._seen[slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self._device)]
+        return self._sampler.draw(logits, noise, too_early, seen).cpu().numpy()
+
+    def _record(self, slots: Iterable[int], drawn: np.ndarray, finished: list[GroupFinished]) -> None:
+        """Append one token to each sequence in `slots` (the first columns of `drawn`, in their order)."""
+        slots = np.fromiter(slots, dtype=np.int64)
+        drawn = drawn[:, : len(slots)]
+        if not np.isfinite(drawn).all():
+            raise EngineError(
+                f"The model's logits are NaN or infinite under version {self._version}: the published weights are "
+                "broken, or they overflow in the engine's dtype."
+            )
+        tokens = drawn[0].astype(np.int64)
+        self._last_token[slots] = tokens
+        self._position[slots] += 1
+        self._generated[slots] += 1
+        self._tokens += len(slots)
+        if self._seen is not None:
+            self._seen[self._on_device(slots), self._on_device(tokens)] = True
+        for slot, token, logp in zip(slots.tolist(), tokens.tolist(), drawn[1].tolist(), strict=True):
+            sequence = self._active[slot]
+            sequence.token_ids.append(token)
+            sequence.logps.append(logp)
+            sequence.versions.append(self._version)
+            stops = token in self._stop_ids
+            if stops or len(sequence.token_ids) == self._sampling.max_new_tokens:
+                self._active[slot] = None
+                self._finish(sequence, "stop" if stops else "length", finished)
+
+    def _finish(self, sequence: "_Sequence", reason: Literal["stop", "length"], finished: list[GroupFinished]) -> None:
+        group = sequence.group
+        group.done[sequence.number] = Rollout(sequence.token_ids, sequence.logps, sequence.versions, reason)
+        if len(group.done) == group.request.num_rollouts:
+            del self._groups[group.request.request_id]
+            finished.append(GroupFinished(group.request.request_id, [group.done[i] for i in sorted(group.done)]))
+
+    def _recompute(self) -> None:
+        """Prefill every sequence in flight again: its prompt and all its tokens but the last, which is decoded next."""
+        held = [(slot, sequence) for slot, sequence in enumerate(self._active) if sequence is not None]
+        texts = [(*sequence.group.request.prompt_ids, *sequence.token_ids[:-1]) for _, sequence in held]
+        for batch, pad_to in self._batches([len(text) for text in texts], self._fixed_length):
+            _, cache = self._forward.prefill([texts[i] for i in batch], pad_to, logits=False)
+            slots = torch.tensor([held[i][0] for i in batch], device=self._device)
+            self._write(slots, cache, torch.arange(len(batch), device=self._device))
+
+    def _write(self, slots: torch.Tensor, cache: PrefillCache, rows: torch.Tensor) -> None:
+        self._cache.write(slots, cache, rows, self._fixed_length or _round_up(cache.length + 1))
+
+    def _batches(self, lengths: Sequence[int], fixed: int | None) -> Iterable[tuple[list[int], int]]:
+        """Indices of the sequences to prefill together and the length to pad them to: one at a time at the length
+        `fixed` in deterministic mode, otherwise those of similar length."""
+        if self._fixed_length is not None:
+            return [([i], fixed) for i in range(len(lengths))]
+        batches: list[tuple[list[int], int]] = []
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # longest first
+            if batches:
+                batch, pad_to = batches[-1]
+                if 2 * lengths[i] >= pad_to and (len(batch) + 1) * pad_to <= _PREFILL_TOKENS:
+                    batch.append(i)
+                    continue
+            batches.append(([i], lengths[i]))
+        return batches
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+@dataclass(slots=True, eq=False)
+class _Prefilled:
+    """A prompt's logits `(V,)` after its last token, and its row in the cache of the forward that computed them."""
+
+    logits: torch.Tensor
+    cache: PrefillCache
+    row: int
+
+    def release_the_batch(self, length: int) -> None:
+        self.logits = self.logits.clone()
+        self.cache, self.row = self.cache.row(self.row, length), 0
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    request: GroupRequest
+    started: int = 0
+    prefilled: _Prefilled | None = None
+    done: dict[int, Rollout] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A rollout that holds a slot."""
+
+    group: _Group
+    number: int
+    token_ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+def _round_up(length: int) -> int:
+    return -(-length // _LENGTH_STEP) * _LENGTH_STEP

@@ -1,0 +1,118 @@
+"""Keys and values: what a prefill leaves (`PrefillCache`) and where decoding keeps them (`SlotCache`).
+
+Both speak the part of transformers' cache interface that a decoder's attention layers use, and nothing else.
+Guarantees: a slot's row holds one sequence from position 0 on, without gaps; what lies beyond a sequence's length is
+finite and must be masked.
+"""
+
+import torch
+
+
+class PrefillCache:
+    """Collects the keys and values `(P, kv_heads, L, head_dim)` of one forward over P whole sequences."""
+
+    def __init__(self):
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def update(self, keys, values, layer, *args, **kwargs):
+        if layer != len(self.keys):
+            raise ValueError(
+                f"Layer {layer} wrote to the cache out of turn (expected layer {len(self.keys)}): layers that share or "
+                "skip caches cannot be sampled from by this engine. Use engine='vllm'."
+            )
+        self.keys.append(keys)
+        self.values.append(values)
+        return keys, values
+
+    @property
+    def length(self) -> int:
+        return self.keys[0].shape[2]
+
+    def row(self, row: int, length: int) -> "PrefillCache":
+        """A copy of one sequence's first `length` positions, so that the rest can be freed."""
+        kept = PrefillCache()
+        kept.keys = [keys[row : row + 1, :, :length].clone() for keys in self.keys]
+        kept.values = [values[row : row + 1, :, :length].clone() for values in self.values]
+        return kept
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class SlotCache:
+    """Preallocated keys and values `(slots, kv_heads, capacity, head_dim)` per layer; the capacity grows on demand.
+
+    Shapes and dtype are those of the first prefill.
+    """
+
+    def __init__(self, slots: int):
+        self._slots = slots
+        self._capacity = 0
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._rows = self._length = 0
+        self._at: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def write(self, slots: torch.Tensor, prefill: PrefillCache, rows: torch.Tensor, capacity: int) -> None:
+        """Copy the prefilled sequences `rows` (one row may go to several slots) into `slots`, `(N,)` both.
+
+        `capacity`: positions to make room for.
+        """
+        self._reserve(max(capacity, prefill.length), prefill)
+        length = prefill.length
+        for mine, new in zip(self._keys + self._values, prefill.keys + prefill.values, strict=True):
+            mine[slots, :, :length] = new[rows]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy a sequence's first `length` positions to another slot."""
+        for mine in self._keys + self._values:
+            mine[target, :, :length] = mine[source, :, :length]
+
+    def aim(self, positions: torch.Tensor, length: int) -> None:
+        """Next forward: one token for each of the first N slots, at `positions` `(N,)`; attention reads `length`."""
+        self._rows = len(positions)
+        self._length = length
+        if length > self._capacity:
+            self._reserve(length, None)
+        self._at = (torch.arange(self._rows, device=positions.device), positions)
+
+    def update(self, keys, values, layer, *args, **kwargs):
+        rows, positions = self._at
+        mine_keys, mine_values = self._keys[layer], self._values[layer]
+        mine_keys[rows, :, positions] = keys[:, :, 0]
+        mine_values[rows, :, positions] = values[:, :, 0]
+        return mine_keys[: self._rows, :, : self._length], mine_values[: self._rows, :, : self._length]
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self._length - 1
+
+    def get_query_offset(self, layer: int = 0) -> int:
+        return self._length - 1
+
+    def get_mask_sizes(self, query_length: int, layer: int) -> tuple[int, int]:
+        return self._length, 0
+
+    def _reserve(self, length: int, like: PrefillCache | None) -> None:
+        if length <= self._capacity:
+            return
+        if not self._keys:
+            self._capacity = length
+            self._keys = [self._empty(keys) for keys in like.keys]
+            self._values = [self._empty(values) for values in like.values]
+            return
+        old, self._capacity = self._capacity, max(length, self._capacity * 3 // 2)
+        for tensors in (self._keys, self._values):
+            for layer, tensor in enumerate(tensors):  # one at a time: the peak is one layer above the final size
+                tensors[layer] = self._empty(tensor)
+                tensors[layer][:, :, :old] = tensor
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        # Zeros, not empty: a masked position still enters the weighted sum as 0 times its value.
+        return like.new_zeros(self._slots, like.shape[1], self._capacity, like.shape[3])
