@@ -1,0 +1,152 @@
+"""What a reward function receives, and what becomes of what it returns."""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from trl_a3po.errors import RewardError
+from trl_a3po.rollout.records import Group, Prompt, Rollout
+from trl_a3po.rollout.rewards import RewardScorer
+
+
+def group(size=3, **columns):
+    rollouts = [Rollout([5, 6 + i], [-1.0, -2.0], [0, 0]) for i in range(size)]
+    return Group(Prompt(7, {"prompt": "p", **columns}, [1, 2]), rollouts)
+
+
+def scorer(*funcs):
+    names = [f"reward{i}" for i in range(len(funcs))]
+    return RewardScorer(funcs, names, lambda group: [f"c{r.token_ids}" for r in group.rollouts], lambda: "the state")
+
+
+def test_a_reward_function_receives_what_grpo_trainer_passes():
+    seen = {}
+
+    def reward(**kwargs):
+        seen.update(kwargs)
+        return [0.0, 1.0, 2.0]
+
+    score = scorer(reward)(group(target=4, completion="hidden"))
+    assert score.rewards == [[0.0], [1.0], [2.0]]
+    assert seen["prompts"] == ["p"] * 3
+    assert seen["completions"] == ["c[5, 6]", "c[5, 7]", "c[5, 8]"]
+    assert seen["completion_ids"] == [[5, 6], [5, 7], [5, 8]]
+    assert seen["target"] == [4] * 3
+    assert seen["trainer_state"] == "the state"
+    assert "completion" not in seen and "prompt" not in seen
+
+
+def test_several_functions_fill_their_columns_and_async_ones_run_together():
+    started = []
+
+    def make(value):
+        async def reward(completions, **kwargs):
+            started.append(value)
+            while len(started) < 2:  # ends only if the other one runs at the same time
+                await asyncio.sleep(0)
+            return [value] * len(completions)
+
+        return reward
+
+    score = scorer(make(1), lambda completions, **kwargs: [2] * len(completions), make(3))(group())
+    assert score.rewards == [[1.0, 2.0, 3.0]] * 3
+
+
+def test_an_async_function_keeps_its_event_loop():
+    loops = []
+
+    async def reward(completions, **kwargs):
+        loops.append(asyncio.get_running_loop())
+        return [0.0] * len(completions)
+
+    score = scorer(reward)
+    score(group())
+    score(group())
+    score.close()
+    score.close()
+    assert loops[0] is loops[1]
+
+
+def test_an_object_with_an_async_call_is_awaited():
+    class Judge:
+        async def __call__(self, completions, **kwargs):
+            return [0.5] * len(completions)
+
+    assert scorer(Judge())(group()).rewards == [[0.5]] * 3
+
+
+def test_closures_keep_their_state():
+    calls = []
+
+    def reward(completions, **kwargs):
+        calls.append(1)
+        return [len(calls)] * len(completions)
+
+    score = scorer(reward)
+    assert [score(group(1)).rewards[0][0] for _ in range(3)] == [1, 2, 3]
+
+
+def test_none_becomes_nan_and_numbers_of_any_kind_become_floats():
+    values = [None, True, np.float32(0.5), torch.tensor(2), 3]
+    rewards = [row[0] for row in scorer(lambda **kwargs: values)(group(5)).rewards]
+    assert math.isnan(rewards[0]) and rewards[1:] == [1.0, 0.5, 2.0, 3.0]
+
+
+def test_a_column_computed_elsewhere_stays_nan():
+    rewards = scorer(None, lambda **kwargs: [1, 2, 3])(group()).rewards
+    assert all(math.isnan(row[0]) for row in rewards) and [row[1] for row in rewards] == [1, 2, 3]
+
+
+def test_extra_columns_and_metrics_are_recorded():
+    def reward(completions, log_extra, log_metric, **kwargs):
+        log_extra("length", [len(c) for c in completions])
+        log_metric("seen", 1)
+        log_metric("seen", 2)
+        return [0.0] * len(completions)
+
+    score = scorer(reward)(group())
+    assert score.extra_columns == {"length": [7, 7, 7]}
+    assert score.metrics == [("seen", 1.0), ("seen", 2.0)]
+
+
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        ([1.0, 2.0], "returned 2 rewards for a group of 3"),
+        (None, "returned None instead of a list"),
+        (1.0, "returned a float: return a list"),
+        ([1.0, "good", 2.0], "returned the text 'good' for completion 1"),
+        ([1.0, 2.0, [3.0]], "returned a list for completion 2"),
+        ([1.0, math.nan, 2.0], "returned nan for completion 1"),
+        ([math.inf, 1.0, 2.0], "returned inf for completion 0"),
+    ],
+)
+def test_anything_but_one_number_per_completion_is_refused_by_name(returned, message):
+    with pytest.raises(RewardError, match="'reward0' ") as error:
+        scorer(lambda **kwargs: returned)(group())
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_a_function_raises_is_the_cause(is_async):
+    async def later(**kwargs):
+        raise KeyError("target")
+
+    def now(**kwargs):
+        raise KeyError("target")
+
+    with pytest.raises(RewardError, match="'reward0' raised KeyError") as error:
+        scorer(later if is_async else now)(group())
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_an_extra_column_of_the_wrong_length_is_refused():
+    def reward(completions, log_extra, **kwargs):
+        log_extra("length", [1])
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match="log_extra\\('length'"):
+        scorer(reward)(group())

@@ -1,0 +1,141 @@
+"""What `A3POConfig` keeps, changes and refuses."""
+
+import pytest
+import torch
+from trl import GRPOConfig
+
+from trl_a3po import A3POConfig
+
+
+def config(**settings):
+    base = {"output_dir": "unused", "per_device_train_batch_size": 4, "num_generations": 4, "report_to": "none"}
+    return A3POConfig(**{**base, "use_cpu": True, **settings})
+
+
+def test_defaults():
+    args = config()
+    assert (args.max_staleness, args.schedule, args.objective) == (4, "async", "decoupled")
+    assert (args.proximal_method, args.fresh_proximal) == ("loglinear", "behavior")
+    assert (args.behavior_weight_cap, args.behavior_weight_mode, args.behavior_weight_level) == (
+        5.0,
+        "truncate",
+        "token",
+    )
+    assert (args.kv_on_publish, args.lora_sync, args.reward_workers, args.weight_sync_steps) == (
+        "keep",
+        "adapter",
+        0,
+        1,
+    )
+
+
+def test_only_two_defaults_differ_from_grpo():
+    theirs, ours = GRPOConfig.__dataclass_fields__, A3POConfig.__dataclass_fields__
+    changed = {name for name, field in theirs.items() if field.default != ours[name].default}
+    assert changed == {"use_bias_correction_kl"}
+    assert (
+        config().bf16 is False
+    )  # the default of the field is None in both; without an accelerator it resolves to off
+
+
+def test_bf16_can_be_asked_for_on_a_cpu():
+    assert config(bf16=True).bf16 is True
+
+
+def test_every_field_has_a_help_text():
+    own = set(A3POConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
+    assert all(A3POConfig.__dataclass_fields__[name].metadata.get("help") for name in own)
+
+
+def test_the_sync_schedule_has_no_staleness_to_spend():
+    assert config(schedule="sync").staleness_bound == 0
+    assert config(max_staleness=3).staleness_bound == 3
+
+
+@pytest.mark.parametrize(
+    "settings, steps",
+    [
+        ({}, 1),
+        ({"gradient_accumulation_steps": 4}, 1),
+        ({"num_iterations": 2}, 2),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 2}, 2),
+        ({"steps_per_generation": 1, "gradient_accumulation_steps": 4}, 1),
+        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, 2),
+    ],
+)
+def test_optimizer_steps_per_generation(settings, steps):
+    assert config(**settings).optimizer_steps_per_generation == steps
+
+
+def test_sequence_ratios_force_sequence_weights():
+    assert config(importance_sampling_level="sequence").behavior_weight_level == "sequence"
+
+
+def test_trls_server_fields_name_the_engine():
+    with pytest.raises(ValueError, match="engine='vllm' is not available"):
+        config(use_vllm=True, vllm_mode="server", vllm_server_port=8123)
+
+
+REFUSED = [
+    ({"schedule": "eager"}, "schedule='eager' is not known"),
+    ({"schedule": "periodic"}, "schedule='periodic' is not available"),
+    ({"objective": "ppo"}, "objective='ppo' is not known"),
+    ({"proximal_method": "logliner"}, "proximal_method='logliner' is not known"),
+    ({"fresh_proximal": "theta"}, "fresh_proximal='theta' is not known"),
+    ({"behavior_weight_mode": "clamp"}, "behavior_weight_mode='clamp' is not known"),
+    ({"kv_on_publish": "drop"}, "kv_on_publish='drop' is not known"),
+    ({"engine": "sglang"}, "engine='sglang' is not known"),
+    ({"engine": "vllm"}, "engine='vllm' is not available"),
+    ({"engine_dtype": "fp8"}, "engine_dtype='fp8' is not known"),
+    ({"use_vllm": True, "vllm_mode": "colocate"}, "use_vllm=False"),
+    ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+    ({"max_staleness": -1}, "max_staleness=-1 must be a whole number of at least 0"),
+    ({"max_staleness": 1.5}, "max_staleness=1.5"),
+    ({"weight_sync_steps": 0}, "weight_sync_steps=0"),
+    ({"engine_slots": 0}, "engine_slots=0"),
+    ({"reward_workers": 2}, "reward_workers=2 is not available"),
+    ({"reward_timeout": 0}, "reward_timeout=0"),
+    ({"stall_timeout": -1.0}, "stall_timeout=-1.0"),
+    ({"behavior_weight_cap": 1.0}, "behavior_weight_cap=1.0"),
+    ({"spo_negative_scale": 1.5}, "spo_negative_scale=1.5"),
+    ({"temperature": 0.0}, "temperature=0.0"),
+    ({"behavior_weight_level": "sequence"}, "importance_sampling_level='token'"),
+    ({"loss_type": "cispo"}, "loss_type='cispo'"),
+    ({"loss_type": "vespo"}, "loss_type='vespo'"),
+    ({"delta": 4.0}, "delta=4.0"),
+    ({"proximal_method": "reuse", "num_iterations": 2}, "proximal_method='reuse' with 2 optimizer steps"),
+    ({"fresh_proximal": "policy", "num_iterations": 2}, "fresh_proximal='policy' with 2"),
+    ({"weight_sync_steps": 6}, "can never fill a batch"),
+    ({"weight_sync_steps": 2, "schedule": "sync"}, "can never fill a batch"),
+    ({"objective": "asympo", "scale_rewards": "none"}, "set loss_type='grpo'"),
+    ({"objective": "spo", "loss_type": "grpo"}, "set scale_rewards='none'"),
+    (
+        {"objective": "spo", "loss_type": "grpo", "scale_rewards": "none", "mask_truncated_completions": True},
+        "set mask_truncated_completions=False",
+    ),
+]
+
+
+@pytest.mark.parametrize("settings, message", REFUSED, ids=[str(case) for case, _ in REFUSED])
+def test_refused_with_what_to_set_instead(settings, message):
+    with pytest.raises(ValueError) as error:
+        config(**settings)
+    assert message in str(error.value)
+    assert "set" in str(error.value) or "must" in str(error.value) or "leave" in str(error.value).lower()
+
+
+def test_publishing_rarely_is_fine_within_the_bound():
+    config(weight_sync_steps=5, max_staleness=4)
+    config(weight_sync_steps=2, num_iterations=2, max_staleness=0)
+
+
+def test_a_parser_understands_every_field():
+    from trl import TrlParser
+
+    (args,) = TrlParser(A3POConfig).parse_args_and_config(
+        ["--output_dir", "unused", "--max_staleness", "2", "--engine", "transformers", "--use_cpu", "true"]
+        + ["--vllm_server_urls", "http://a", "http://b", "--behavior_weight_cap", "3.0"]
+    )
+    assert (args.max_staleness, args.engine, args.behavior_weight_cap) == (2, "transformers", 3.0)
+    assert args.vllm_server_urls == ["http://a", "http://b"]
+    assert torch.accelerator.is_available() or args.bf16 is False

@@ -1,0 +1,49 @@
+"""The guard on TRL: this package extends private methods of one TRL minor, and refuses any other at import.
+
+Two checks: the version, from the package's metadata alone; and, when the trainer is loaded, the signatures of every
+method it wraps, so that a patch release that moves one is refused by name instead of training something else.
+"""
+
+import inspect
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+TRL_RANGE = ("1.16", "1.17")
+INSTALL = 'pip install "trl>=1.16,<1.17"'
+
+# The parameters each wrapped method is relied on to have, in order.
+HOOKS = {
+    "_prepare_inputs": ("self", "generation_batch"),
+    "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations"),
+    "_generate_and_score_completions": ("self", "inputs"),
+    "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
+    "_tokenize_prompts": ("self", "prompts"),
+    "_get_per_token_logps_and_entropies": ("self", "model", "input_ids", "attention_mask", "logits_to_keep"),
+    "_compute_loss": ("self", "model", "inputs"),
+    "log": ("self", "logs", "start_time"),
+}
+
+
+def check_trl_version(installed: str | None = None) -> None:
+    """Raise `ImportError` unless the installed TRL (or `installed`, a version string) is in the supported range."""
+    low, high = TRL_RANGE
+    if installed is None:
+        try:
+            installed = version("trl")
+        except PackageNotFoundError:
+            raise ImportError(f"trl_a3po needs TRL >={low},<{high}, and TRL is not installed: {INSTALL}") from None
+    if not Version(low) <= Version(installed) < Version(high):
+        raise ImportError(f"trl_a3po supports TRL >={low},<{high}, but {installed} is installed: {INSTALL}")
+
+
+def check_trl_hooks(trainer_class: type) -> None:
+    """Raise `ImportError` when a method this package wraps is missing from `trainer_class` or has other parameters."""
+    for name, expected in HOOKS.items():
+        method = inspect.getattr_static(trainer_class, name, None)
+        found = tuple(inspect.signature(method).parameters)[: len(expected)] if method is not None else None
+        if found != expected:
+            raise ImportError(
+                f"trl_a3po wraps {trainer_class.__name__}.{name}{expected}, but the installed TRL {version('trl')} has "
+                f"{'no such method' if found is None else found}: {INSTALL}"
+            )

@@ -1,0 +1,435 @@
+"""`A3POConfig`: every setting of a run, checked before anything is built.
+
+Guarantees: a config that can be built can be run by `A3POTrainer`; a combination that would train something other
+than what it says, or never fill a batch, is refused with what to set instead. Everything of `GRPOConfig` keeps its
+meaning; the few defaults that differ say why in their help.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from trl import GRPOConfig
+
+from trl_a3po.rollout.admission import staleness_of_schedule, starves
+
+CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+
+CHOICES = {
+    "schedule": ("async", "sync", "periodic", "fixed_lag"),
+    "objective": ("decoupled", "asympo", "spo"),
+    "proximal_method": ("loglinear", "linear", "behavior", "reuse", "recompute"),
+    "fresh_proximal": ("behavior", "policy"),
+    "behavior_weight_mode": ("truncate", "mask", "none"),
+    "behavior_weight_level": ("token", "sequence"),
+    "kv_on_publish": ("keep", "recompute"),
+    "lora_sync": ("adapter", "merged"),
+    "shared_prompt": ("auto", "on", "off"),
+}
+
+# Values of the public interface that this version does not run yet, and what to set until it does.
+NOT_YET = {
+    ("schedule", "periodic"): "'async' or 'sync'",
+    ("schedule", "fixed_lag"): "'async' or 'sync'",
+    ("engine", "vllm"): "'transformers'",
+    ("shared_prompt", "on"): "'auto', which pads",
+}
+
+
+@dataclass
+class A3POConfig(GRPOConfig):
+    r"""
+    Configuration of [`A3POTrainer`]: a [`~trl.GRPOConfig`] with the settings of asynchronous generation and of the
+    decoupled loss.
+
+    Parameters:
+        > Parameters that control staleness
+
+        max_staleness (`int`, *optional*, defaults to `4`):
+            Largest number of optimizer steps between the policy that sampled a token and the policy when its batch is
+            taken. 0 trains exactly as GRPO.
+        schedule (`str`, *optional*, defaults to `"async"`):
+            `"async"` generates ahead of training within `max_staleness`; `"sync"` generates each batch from the
+            current policy and waits for it.
+        weight_sync_steps (`int`, *optional*, defaults to `1`):
+            Optimizer steps between two publishes of the weights to the engine.
+        max_attempts (`int`, *optional*, defaults to `3`):
+            Times a prompt is generated again after its engine's worker died, before the run stops.
+
+        > Parameters that control the objective
+
+        objective (`str`, *optional*, defaults to `"decoupled"`):
+            `"decoupled"` (A-3PO), `"asympo"` or `"spo"`.
+        proximal_method (`str`, *optional*, defaults to `"loglinear"`):
+            Anchor of the trust region: `"loglinear"` (A-3PO, no forward pass), `"linear"`, `"behavior"`, `"reuse"`
+            (the current policy; one optimizer step a batch) or `"recompute"` (a forward pass when the batch is taken).
+        fresh_proximal (`str`, *optional*, defaults to `"behavior"`):
+            Anchor of tokens of staleness 0: `"behavior"` keeps the trust region, `"policy"` removes it.
+        behavior_weight_cap (`float`, *optional*, defaults to `5.0`):
+            Largest behavior weight, above 1.
+        behavior_weight_mode (`str`, *optional*, defaults to `"truncate"`):
+            What happens to larger weights: `"truncate"` lowers them to the cap, `"mask"` drops the token, `"none"`
+            keeps them.
+        behavior_weight_level (`str`, *optional*, defaults to `"token"`):
+            `"token"`, or `"sequence"` for one geometric-mean weight per completion. Follows
+            `importance_sampling_level="sequence"`.
+        asympo_min_scale (`float`, *optional*, defaults to `1e-3`):
+            Floor of the scale that ASymPO divides by.
+        spo_negative_scale (`float`, *optional*, defaults to `0.2`):
+            Factor on negative advantages in SPO.
+
+        > Parameters that control the engine
+
+        engine (`str` or engine object, *optional*, defaults to `"transformers"`):
+            What generates completions.
+        engine_device (`str`, *optional*):
+            Device of the engine. By default the trainer's.
+        engine_dtype (`str`, *optional*):
+            Dtype of the engine's forward. By default that of the trainer's forward.
+        engine_slots (`int`, *optional*):
+            Completions decoded at the same time. By default those of one generation batch, at most 64.
+        engine_threads (`int`, *optional*):
+            CPU threads of the engine's process. By default half of the cores.
+        engine_restarts (`int`, *optional*, defaults to `3`):
+            Times a dead engine process is started again before the run stops.
+        kv_on_publish (`str`, *optional*, defaults to `"keep"`):
+            What happens to sequences in flight when weights change: `"keep"` their cache or `"recompute"` it.
+        deterministic (`bool`, *optional*, defaults to `False`):
+            Tokens and log-probs of a completion independent, bit for bit, of what else is generated. Slower.
+        lora_sync (`str`, *optional*, defaults to `"adapter"`):
+            Publish the adapter alone, or `"merged"` weights, merged out of place.
+        vllm_server_urls (`list[str]`, *optional*):
+            vLLM servers to generate with.
+
+        > Parameters that control rewards and waiting
+
+        reward_workers (`int`, *optional*, defaults to `0`):
+            0 runs reward functions in one background thread of the training process.
+        reward_timeout (`float`, *optional*):
+            Seconds a reward function may take for one group.
+        stall_timeout (`float`, *optional*, defaults to `600.0`):
+            Seconds without any progress after which a wait ends with a report of who waits for whom.
+        shared_prompt (`str`, *optional*, defaults to `"auto"`):
+            Whether the completions of a prompt share its forward pass.
+    """
+
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Train in bfloat16. Default: on where there is an accelerator; off on a CPU, where it is 15 to 35 "
+            "times slower than float32."
+        },
+    )
+    use_bias_correction_kl: bool = field(
+        default=False,
+        metadata={
+            "help": "Multiply the KL term by the importance ratio. Off, unlike in GRPOConfig: under asynchrony the "
+            "ratio is taken from the proximal policy and would not correct for the behavior policy."
+        },
+    )
+
+    # Staleness
+    max_staleness: int = field(
+        default=4,
+        metadata={
+            "help": "Largest number of optimizer steps between the policy that sampled a token and the policy when "
+            "its batch is taken. 0 trains exactly as GRPO."
+        },
+    )
+    schedule: str = field(
+        default="async",
+        metadata={
+            "help": "'async' generates ahead of training within max_staleness; 'sync' generates each batch from the "
+            "current policy and waits for it.",
+            "choices": list(CHOICES["schedule"]),
+        },
+    )
+    weight_sync_steps: int = field(
+        default=1, metadata={"help": "Optimizer steps between two publishes of the weights to the engine."}
+    )
+    max_attempts: int = field(
+        default=3, metadata={"help": "Times a prompt is generated before a failing engine stops the run."}
+    )
+
+    # Objective
+    objective: str = field(
+        default="decoupled",
+        metadata={"help": "'decoupled' (A-3PO), 'asympo' or 'spo'.", "choices": list(CHOICES["objective"])},
+    )
+    proximal_method: str = field(
+        default="loglinear",
+        metadata={
+            "help": "Anchor of the trust region: 'loglinear' (A-3PO, no forward pass), 'linear', 'behavior', 'reuse' "
+            "(the current policy; one optimizer step a batch), 'recompute' (a forward pass when the batch is taken).",
+            "choices": list(CHOICES["proximal_method"]),
+        },
+    )
+    fresh_proximal: str = field(
+        default="behavior",
+        metadata={
+            "help": "Anchor of tokens of staleness 0: 'behavior' keeps the trust region, 'policy' removes it.",
+            "choices": list(CHOICES["fresh_proximal"]),
+        },
+    )
+    behavior_weight_cap: float = field(
+        default=5.0, metadata={"help": "Largest behavior weight, above 1; see behavior_weight_mode."}
+    )
+    behavior_weight_mode: str = field(
+        default="truncate",
+        metadata={
+            "help": "What happens to weights above the cap: 'truncate' lowers them to it, 'mask' drops the token, "
+            "'none' keeps them.",
+            "choices": list(CHOICES["behavior_weight_mode"]),
+        },
+    )
+    behavior_weight_level: str = field(
+        default="token",
+        metadata={
+            "help": "'token', or 'sequence' for one geometric-mean weight per completion; 'sequence' follows from "
+            "importance_sampling_level='sequence'.",
+            "choices": list(CHOICES["behavior_weight_level"]),
+        },
+    )
+    asympo_min_scale: float = field(
+        default=1e-3, metadata={"help": "Floor of the scale (mean token negative log-prob) that ASymPO divides by."}
+    )
+    spo_negative_scale: float = field(
+        default=0.2, metadata={"help": "Factor on negative advantages in SPO, from 0 to 1."}
+    )
+
+    # Engine
+    engine: str = field(  # or an engine object; the annotation is for command lines
+        default="transformers",
+        metadata={"help": "What generates completions: 'transformers', or an object with the engine protocol."},
+    )
+    engine_device: str | None = field(
+        default=None, metadata={"help": "Device of the engine. Default: the trainer's device."}
+    )
+    engine_dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Dtype of the engine's forward: 'float32', 'bfloat16' or 'float16'. Default: the dtype of the "
+            "trainer's forward, which keeps the gap between their log-probs small."
+        },
+    )
+    engine_slots: int | None = field(
+        default=None,
+        metadata={"help": "Completions decoded at the same time. Default: one generation batch, at most 64."},
+    )
+    engine_threads: int | None = field(
+        default=None, metadata={"help": "CPU threads of the engine's process. Default: half of the cores."}
+    )
+    engine_restarts: int = field(
+        default=3, metadata={"help": "Times a dead engine process is started again before the run stops."}
+    )
+    kv_on_publish: str = field(
+        default="keep",
+        metadata={
+            "help": "What happens to sequences in flight when weights change: 'keep' their cache (no stall; the "
+            "recorded log-prob is the true one) or 'recompute' it under the new weights.",
+            "choices": list(CHOICES["kv_on_publish"]),
+        },
+    )
+    deterministic: bool = field(
+        default=False,
+        metadata={
+            "help": "Make a completion's tokens and log-probs independent, bit for bit, of what else is generated at "
+            "the same time, on one machine and thread count. Slower."
+        },
+    )
+    lora_sync: str = field(
+        default="adapter",
+        metadata={
+            "help": "Publish the adapter alone, or 'merged' weights, merged out of place.",
+            "choices": list(CHOICES["lora_sync"]),
+        },
+    )
+    vllm_server_urls: list[str] | None = field(
+        default=None, metadata={"help": "URLs of the vLLM servers to generate with."}
+    )
+
+    # Rewards and waiting
+    reward_workers: int = field(
+        default=0,
+        metadata={
+            "help": "0 runs reward functions in one background thread of the training process, so closures keep "
+            "their state."
+        },
+    )
+    reward_timeout: float | None = field(
+        default=None, metadata={"help": "Seconds a reward function may take for one group."}
+    )
+    stall_timeout: float = field(
+        default=600.0,
+        metadata={"help": "Seconds without any progress after which a wait ends with a report of who waits for whom."},
+    )
+    shared_prompt: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether the completions of a prompt share its forward pass.",
+            "choices": list(CHOICES["shared_prompt"]),
+        },
+    )
+
+    def __post_init__(self):
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and not self.use_cpu and torch.accelerator.is_available()
+        super().__post_init__()
+        self._map_trl_vllm_fields()
+        self._check_names()
+        self._check_numbers()
+        self._check_objective()
+        self._check_staleness()
+
+    def __getstate__(self):
+        """Checkpoints pickle the arguments; an engine object is not part of them, and is kept as its class's name."""
+        state = dict(self.__dict__)
+        if not isinstance(self.engine, str):
+            state["engine"] = type(self.engine).__qualname__
+        return state
+
+    @property
+    def staleness_bound(self) -> int:
+        """`max_staleness` as the schedule applies it."""
+        return staleness_of_schedule(self.schedule, self.max_staleness)
+
+    @property
+    def optimizer_steps_per_generation(self) -> int:
+        """K: the most optimizer steps that one generation batch is used for, at least 1."""
+        micro_steps = self.steps_per_generation * self.num_iterations
+        return max(1, math.ceil(micro_steps / self.gradient_accumulation_steps))
+
+    def _map_trl_vllm_fields(self):
+        if not self.use_vllm:
+            return
+        if self.vllm_mode == "colocate":
+            raise ValueError(
+                "use_vllm=True with vllm_mode='colocate' cannot generate while the same process trains: set "
+                "use_vllm=False to generate with the 'transformers' engine on this device, or vllm_mode='server' to "
+                "generate on a running vLLM server."
+            )
+        self.engine = "vllm"
+        url = self.vllm_server_base_url or f"http://{self.vllm_server_host}:{self.vllm_server_port}"
+        self.vllm_server_urls = self.vllm_server_urls or [url]
+        self.use_vllm = False
+
+    def _check_names(self):
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} is not known: set one of {', '.join(map(repr, choices))}.")
+        if isinstance(self.engine, str) and self.engine not in ("transformers", "vllm"):
+            raise ValueError(
+                f"engine={self.engine!r} is not known: set 'transformers', 'vllm', or an object with the methods of "
+                "trl_a3po.engines.protocol.Engine."
+            )
+        for (name, value), instead in NOT_YET.items():
+            if isinstance(getattr(self, name), str) and getattr(self, name) == value:
+                raise ValueError(f"{name}={value!r} is not available in this version: set {instead}.")
+        if self.engine_dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ValueError(
+                f"engine_dtype={self.engine_dtype!r} is not known: set 'float32', 'bfloat16' or 'float16', or leave "
+                "it out to follow the trainer."
+            )
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                "use_transformers_continuous_batching=True has no effect here: the 'transformers' engine batches "
+                "continuously by itself. Leave it False."
+            )
+
+    def _check_numbers(self):
+        at_least = {
+            "max_staleness": 0,
+            "weight_sync_steps": 1,
+            "max_attempts": 1,
+            "engine_slots": 1,
+            "engine_threads": 1,
+            "engine_restarts": 0,
+            "reward_workers": 0,
+        }
+        for name, low in at_least.items():
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {low}.")
+        for name in ("reward_timeout", "stall_timeout", "asympo_min_scale"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r} must be above 0.")
+        if not 0 <= self.spo_negative_scale <= 1:
+            raise ValueError(f"spo_negative_scale={self.spo_negative_scale!r} must lie between 0 and 1.")
+        if self.behavior_weight_mode != "none" and not self.behavior_weight_cap > 1:
+            raise ValueError(
+                f"behavior_weight_cap={self.behavior_weight_cap!r} would change tokens whose policies agree (w = 1): "
+                "set a cap above 1, or behavior_weight_mode='none' for no cap."
+            )
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature={self.temperature!r} leaves nothing to sample and no log-prob to train on: set it above 0."
+            )
+        if self.reward_workers > 0:
+            raise ValueError(
+                f"reward_workers={self.reward_workers} is not available in this version: leave it 0, which runs "
+                "reward functions in one background thread."
+            )
+
+    def _check_objective(self):
+        if self.importance_sampling_level == "sequence":
+            self.behavior_weight_level = "sequence"
+        elif self.behavior_weight_level == "sequence" and self.objective == "decoupled":
+            raise ValueError(
+                "behavior_weight_level='sequence' with importance_sampling_level='token' breaks w·r = ρ: set both to "
+                "'sequence' or both to 'token'."
+            )
+        if self.objective == "decoupled":
+            self._check_decoupled()
+        else:
+            self._check_balanced()
+
+    def _check_decoupled(self):
+        steps = self.optimizer_steps_per_generation
+        if self.loss_type not in CLIPPED_LOSS_TYPES:
+            raise ValueError(
+                f"loss_type={self.loss_type!r} is not defined for objective='decoupled', whose ratio r is only a part "
+                f"of the policy ratio: set one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
+            )
+        if self.delta is not None:
+            raise ValueError(
+                f"delta={self.delta!r} would cap r, not the policy ratio: leave it out and set behavior_weight_cap."
+            )
+        for name, value in (("proximal_method", "reuse"), ("fresh_proximal", "policy")):
+            if getattr(self, name) == value and steps > 1:
+                raise ValueError(
+                    f"{name}={value!r} with {steps} optimizer steps a generation batch would move the trust region "
+                    f"along with the policy: set num_iterations=1 and steps_per_generation <= "
+                    "gradient_accumulation_steps, or choose another value."
+                )
+
+    def _check_balanced(self):
+        """ASymPO and SPO rest on the sum of a group's advantages being zero: refuse what changes it unseen."""
+        needs = {
+            "loss_type": ("grpo", "the mean over each completion, then over completions"),
+            "importance_sampling_level": ("token", "no ratio at all"),
+            "scale_rewards": ("none", "advantages that are only centred"),
+            "multi_objective_aggregation": ("sum_then_normalize", "advantages centred within their group"),
+            "mask_truncated_completions": (False, "every completion of a group"),
+            "top_entropy_quantile": (1.0, "every token of a completion"),
+            "off_policy_mask_threshold": (None, "every completion of a group"),
+            "delta": (None, "no ratio at all"),
+        }
+        for name, (needed, why) in needs.items():
+            value = getattr(self, name)
+            if value != needed:
+                raise ValueError(
+                    f"objective={self.objective!r} needs {why}, which {name}={value!r} breaks: set {name}={needed!r}."
+                )
+
+    def _check_staleness(self):
+        steps = self.optimizer_steps_per_generation
+        if starves(self.weight_sync_steps, steps, self.staleness_bound):
+            bound = f"max_staleness={self.max_staleness}" if self.schedule != "sync" else "schedule='sync'"
+            raise ValueError(
+                f"weight_sync_steps={self.weight_sync_steps} with {steps} optimizer steps a generation batch and "
+                f"{bound} can never fill a batch, because the engine's weights would be older than allowed: set "
+                f"weight_sync_steps={steps} or max_staleness={self.weight_sync_steps - math.gcd(self.weight_sync_steps, steps)}"
+                " or more."
+            )
