@@ -1,0 +1,82 @@
+"""When a group may be submitted: pure arithmetic on positions, takes and versions.
+
+Guarantees: a group is admitted only if the take that is expected to hand it out happens within `max_staleness`
+optimizer steps of the published version, and only if that take belongs to the run. What counts is what is
+outstanding, never a cumulative count, so neither a resume nor a rejected group can widen the bound.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TakePlan:
+    """Which policy version every take of the run happens at, and how far behind it a token may be.
+
+    A group at position p among the groups waiting to be taken (0-based, submission order) is expected at take
+    `next_take + p // groups_per_batch`. For K optimizer steps a batch and a run starting at version v0,
+    `version_of_take(n) = v0 + n·K`. While the batch taken at version t is trained, i = groups_per_batch + p groups
+    are ahead (that batch included) and the next take happens at t + K, so
+
+        version_of_take(next_take + p // B) = t + K + K·floor(p / B) = t + K·floor(i / B),
+
+    which makes `capacity` the rule "submit only if t + K·floor(i / B) ≤ published version + max_staleness".
+
+    Args:
+        groups_per_batch: B, the groups one take hands out.
+        max_staleness: largest staleness of a trained token, in optimizer steps.
+        version_of_take: take number n (0-based) -> the policy version it happens at, at most; nondecreasing.
+        total_takes: takes of the run; no group is admitted for a later one.
+    """
+
+    groups_per_batch: int
+    max_staleness: int
+    version_of_take: Callable[[int], int]
+    total_takes: int
+
+    def __post_init__(self):
+        for name, least in (("groups_per_batch", 1), ("max_staleness", 0), ("total_takes", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name} is {value}, but it must be at least {least}.")
+
+    def expected_take(self, next_take: int, position: int) -> int:
+        """The take that hands out the group at `position` (0-based) if nothing overtakes it."""
+        return next_take + position // self.groups_per_batch
+
+    def in_bound(self, take: int, version: int) -> bool:
+        """Whether a token sampled at `version` may still be trained at `take`."""
+        return take < self.total_takes and self.version_of_take(take) <= version + self.max_staleness
+
+    def capacity(self, next_take: int, published_version: int) -> int:
+        """How many groups may wait to be taken: the next one is submitted only if fewer do."""
+        take = next_take
+        while self.in_bound(take, published_version):
+            take += 1
+        return (take - next_take) * self.groups_per_batch
+
+
+def starves(weight_sync_steps: int, steps_per_batch: int, max_staleness: int) -> bool:
+    """Whether some take could never be filled, whatever the engine does.
+
+    With K = `steps_per_batch`, takes happen at versions n·K and the published version is then the last multiple of
+    `weight_sync_steps`; its lag n·K mod `weight_sync_steps` grows up to `weight_sync_steps - gcd(weight_sync_steps, K)`.
+    A lag beyond `max_staleness` means that no group may be submitted and none will be until the next publish, which
+    the take comes before. Publishing at a take whenever `weight_sync_steps` have passed lags no more than that.
+    """
+    return weight_sync_steps - math.gcd(weight_sync_steps, steps_per_batch) > max_staleness
+
+
+def staleness_of_schedule(schedule: str, max_staleness: int) -> int:
+    """The queue's `max_staleness` under a schedule: "sync" is the same queue with none to spend.
+
+    Raises:
+        ValueError: the schedule is neither "async" nor "sync".
+    """
+    match schedule:
+        case "async":
+            return max_staleness
+        case "sync":
+            return 0
+    raise ValueError(f'schedule is "{schedule}", but the queue knows "async" and "sync": choose one of these.')

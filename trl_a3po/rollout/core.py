@@ -1,0 +1,337 @@
+"""The decisions of the `GenerationQueue` as a state machine: no threads, no waiting, no engine.
+
+Guarantees, whatever the order of events (invariants 1 to 4):
+- every group waiting to be taken is expected at a take within `max_staleness` of its `submitted_version`: admission
+  makes it so, a rejection only moves groups forward, a retry is submitted at a newer version, and a take overtakes an
+  unfinished group only if it stays so;
+- a rejected group is replaced at the end of the order; a failed attempt is tried again at its place in the order;
+- every attempt and every prompt ends in exactly one outcome.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trl_a3po.engines.protocol import EngineEvent, GroupFailed, GroupFinished, GroupRequest
+from trl_a3po.errors import EngineError, StallError
+from trl_a3po.rollout.admission import TakePlan
+from trl_a3po.rollout.endings import GenerationFailed, StampError
+from trl_a3po.rollout.outcomes import Ledger, Outcomes, Rejection
+from trl_a3po.rollout.prompts import PromptStream
+from trl_a3po.rollout.records import Group, Prompt, Rollout, Score
+from trl_a3po.rollout.take_order import Choice, choose_batch
+
+Stage = Literal["to submit", "in the engine", "waiting for its reward", "being scored", "ready"]
+Admission = Literal["open", "total_takes", "max_staleness", "max_in_flight", "prompts", "end of data"]
+
+SPARE_BATCHES = 2  # prompts kept tokenised beyond what may be submitted: the batch a publish opens, and replacements
+
+
+@dataclass(slots=True, eq=False)
+class Outstanding:
+    """A prompt between the prompt stream and its take.
+
+    `since` is when it left the prompt stream, `stage_since` when it entered its stage, both in the clock's seconds.
+    """
+
+    prompt: Prompt
+    since: float
+    stage_since: float
+    stage: Stage = "to submit"
+    request_id: int = -1
+    attempt: int = 0
+    submitted_version: int = 0
+    group: Group | None = None
+    oldest: int | None = None
+    newest: int | None = None
+    failures: list[str] = field(default_factory=list)
+
+
+class QueueCore:
+    """Events in, decisions out; one caller at a time. The arguments are the `GenerationQueue`'s."""
+
+    def __init__(
+        self,
+        *,
+        prompts: PromptStream,
+        plan: TakePlan,
+        num_rollouts: int,
+        max_attempts: int,
+        max_in_flight: int | None,
+        max_rejected_in_a_row: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.prompts = prompts
+        self.plan = plan
+        self.num_rollouts = num_rollouts
+        self.max_attempts = max_attempts
+        self.max_in_flight = max_in_flight
+        self.max_rejected_in_a_row = max_rejected_in_a_row
+        self.clock = clock
+        self.order: list[Outstanding] = []
+        self.next_take = 0
+        self.published_version = 0
+        self._last_taken_version = 0
+        self._requests = 0
+        self._rejected_in_a_row = 0
+        self._by_request: dict[int, Outstanding] = {}
+        self._ledger = Ledger()
+
+    # --- what it knows ------------------------------------------------------------------------------------------
+
+    def outcomes(self) -> Outcomes:
+        return self._ledger.snapshot()
+
+    def count(self, *stages: Stage) -> int:
+        return sum(item.stage in stages for item in self.order)
+
+    @property
+    def capacity(self) -> int:
+        """How many groups may wait to be taken now."""
+        return self.plan.capacity(self.next_take, self.published_version)
+
+    @property
+    def takes_end(self) -> int:
+        """Takes from this number on cannot happen, as far as is known."""
+        if not self.prompts.source_ended:
+            return self.plan.total_takes
+        batches = (len(self.order) + self.prompts.buffered) // self.plan.groups_per_batch
+        return min(self.plan.total_takes, self.next_take + batches)
+
+    @property
+    def end(self) -> str | None:
+        """Why there is no further take, `None` as long as there may be one."""
+        if self.next_take >= self.plan.total_takes:
+            return f"All {self.plan.total_takes} takes of the run have been handed out."
+        if self.next_take >= self.takes_end:
+            return (
+                f"The prompts ended after {self.prompts.cursor + self.prompts.buffered}: "
+                f"{len(self.order) + self.prompts.buffered} are left for take {self.next_take}, which needs "
+                f"{self.plan.groups_per_batch}."
+            )
+        return None
+
+    @property
+    def prompts_wanted(self) -> int:
+        """How many prompts the stream should hold buffered."""
+        spare = SPARE_BATCHES * self.plan.groups_per_batch
+        return max(0, self.capacity - len(self.order)) + spare
+
+    def admission(self) -> Admission:
+        """Whether another prompt may be submitted, or what is in the way.
+
+        A batch is begun only when prompts for all of it are at hand, so that no group is sampled for a batch that
+        the data cannot complete; the prompts of an incomplete last batch stay as replacements.
+        """
+        position, batch = len(self.order), self.plan.groups_per_batch
+        if position >= (self.plan.total_takes - self.next_take) * batch:
+            return "total_takes"
+        if position >= self.capacity:
+            return "max_staleness"
+        if position >= (position + self.prompts.buffered) // batch * batch:
+            return "end of data" if self.prompts.source_ended else "prompts"
+        if self.max_in_flight is not None and self.count("in the engine") >= self.max_in_flight:
+            return "max_in_flight"
+        return "open"
+
+    def choice(self) -> Choice:
+        """What the next take would hand out now."""
+        return choose_batch(
+            [item.stage == "ready" for item in self.order],
+            [item.submitted_version for item in self.order],
+            plan=self.plan,
+            next_take=self.next_take,
+            takes_end=self.takes_end,
+        )
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def published(self, version: int) -> None:
+        """The engine samples from `version` now."""
+        if version < self.published_version:
+            raise ValueError(f"Version {version} was published after version {self.published_version}.")
+        self.published_version = version
+
+    def submissions(self) -> list[GroupRequest]:
+        """The requests to hand to the engine now: retries first, then new prompts as far as admission allows."""
+        requests = [self._submit(item) for item in self.order if item.stage == "to submit"]
+        while self.admission() == "open":
+            prompt, now = self.prompts.pop(), self.clock()
+            self._ledger.prompt_popped(prompt.index)
+            item = Outstanding(prompt, since=now, stage_since=now)
+            self.order.append(item)
+            requests.append(self._submit(item))
+        return requests
+
+    def engine_event(self, event: EngineEvent) -> None:
+        """A request ended in the engine.
+
+        Raises:
+            EngineError: nothing is outstanding under its id, or the number of rollouts is wrong.
+            StampError: a token is older than what was published when the attempt was submitted.
+            GenerationFailed: it was the last attempt the prompt may have.
+        """
+        item = self._by_request.get(event.request_id)
+        if item is None or item.stage != "in the engine":
+            raise EngineError(
+                f"The engine reported request {event.request_id}, which is not outstanding there: every request must "
+                "end in exactly one event."
+            )
+        if isinstance(event, GroupFailed):
+            self._attempt_failed(item, event.reason)
+        else:
+            self._attempt_finished(item, event)
+
+    def next_to_score(self) -> tuple[int, Group] | None:
+        """The oldest group waiting for its reward, by request id; it is being scored from now on."""
+        for item in self.order:
+            if item.stage == "waiting for its reward":
+                self._enter(item, "being scored")
+                return item.request_id, item.group
+        return None
+
+    def scored(self, request_id: int, result: Score | Rejection) -> None:
+        """The reward functions, or a filter, said what they think of a group.
+
+        Raises:
+            StallError: too many groups in a row were rejected.
+        """
+        item = self._by_request[request_id]
+        if isinstance(result, Rejection):
+            self._reject(item, result.reason)
+            return
+        item.group.score = result
+        self._rejected_in_a_row = 0
+        self._enter(item, "ready")
+
+    def try_take(self, version: int) -> list[Group] | None:
+        """The next batch, in submission order, taken at policy version `version`; `None` if it has to wait.
+
+        Raises:
+            ValueError: `version` is not one this take may happen at.
+            StampError: a token claims a version newer than the trainer's.
+        """
+        self._check_take_version(version)
+        self._reject_for_age(version)
+        batch = [self.order[position] for position in self.choice().positions]
+        if not batch:
+            return None
+        for item in batch:
+            if item.newest is not None and item.newest > version:
+                raise StampError(
+                    f"The engine stamped a token of prompt {item.prompt.index} (attempt {item.attempt}) with version "
+                    f"{item.newest}, but the trainer is at version {version}: nothing newer can have been published."
+                )
+        for item in batch:
+            self._leave(item, "trained")
+        self.next_take += 1
+        self._last_taken_version = version
+        return [item.group for item in batch]
+
+    def close(self) -> list[int]:
+        """Book all that is left as unused; returns the requests still in the engine."""
+        in_engine = [item.request_id for item in self.order if item.stage == "in the engine"]
+        for item in list(self.order):
+            self._leave(item, "unused")
+        return in_engine
+
+    # --- the steps they are made of -----------------------------------------------------------------------------
+
+    def _enter(self, item: Outstanding, stage: Stage) -> None:
+        item.stage = stage
+        item.stage_since = self.clock()
+
+    def _submit(self, item: Outstanding) -> GroupRequest:
+        item.request_id = self._requests
+        item.attempt += 1
+        item.submitted_version = self.published_version
+        self._requests += 1
+        self._by_request[item.request_id] = item
+        self._ledger.attempt_submitted(item.request_id)
+        self._enter(item, "in the engine")
+        return GroupRequest(
+            request_id=item.request_id,
+            noise_key=item.prompt.index,
+            prompt_ids=tuple(item.prompt.token_ids),
+            num_rollouts=self.num_rollouts,
+        )
+
+    def _attempt_failed(self, item: Outstanding, reason: str) -> None:
+        self._ledger.end_attempt(item.request_id, "failed", reason)
+        del self._by_request[item.request_id]
+        item.failures.append(reason)
+        if item.attempt < self.max_attempts:
+            self._enter(item, "to submit")
+            return
+        self.order.remove(item)
+        self._ledger.end_prompt(item.prompt.index, "failed", reason)
+        raise GenerationFailed(
+            f"Prompt {item.prompt.index} failed {item.attempt} times, as often as it may be tried "
+            f"(max_attempts={self.max_attempts}): "
+            + "; ".join(f"attempt {number}: {reason}" for number, reason in enumerate(item.failures, start=1))
+        )
+
+    def _attempt_finished(self, item: Outstanding, event: GroupFinished) -> None:
+        if len(event.rollouts) != self.num_rollouts:
+            raise EngineError(
+                f"The engine returned {len(event.rollouts)} rollouts for prompt {item.prompt.index}, but "
+                f"{self.num_rollouts} were asked for: a group is complete or it has failed."
+            )
+        item.oldest, item.newest = _version_range(event.rollouts)
+        if item.oldest is not None and item.oldest < item.submitted_version:
+            raise StampError(
+                f"The engine stamped a token of prompt {item.prompt.index} (attempt {item.attempt}) with version "
+                f"{item.oldest}, but version {item.submitted_version} was published before it was submitted."
+            )
+        item.group = Group(item.prompt, event.rollouts, submitted_version=item.submitted_version, attempt=item.attempt)
+        self._enter(item, "waiting for its reward")
+
+    def _check_take_version(self, version: int) -> None:
+        planned = self.plan.version_of_take(self.next_take)
+        if version > planned:
+            raise ValueError(
+                f"Take {self.next_take} happens at version {version}, but version_of_take({self.next_take}) is "
+                f"{planned}: groups were admitted for that version and would be older than "
+                f"max_staleness={self.plan.max_staleness} allows. version_of_take must not promise too little."
+            )
+        least = max(self._last_taken_version, self.published_version)
+        if version < least:
+            raise ValueError(
+                f"Take {self.next_take} happens at version {version}, but version {least} has been taken or "
+                "published already: the trainer's version cannot go back."
+            )
+
+    def _reject_for_age(self, version: int) -> None:
+        for item in list(self.order):
+            old = item.oldest is not None and version - item.oldest > self.plan.max_staleness
+            if old and item.stage == "ready":
+                self._reject(item, "older than max_staleness")
+
+    def _reject(self, item: Outstanding, reason: str) -> None:
+        self._leave(item, "rejected", reason)
+        self._rejected_in_a_row += 1
+        if self._rejected_in_a_row > self.max_rejected_in_a_row:
+            raise StallError(
+                f"{self._rejected_in_a_row} groups in a row were rejected, the last one because: {reason}. "
+                f"No batch can be filled this way (max_rejected_in_a_row={self.max_rejected_in_a_row}): loosen what "
+                "rejects them, or choose prompts it keeps."
+            )
+
+    def _leave(
+        self, item: Outstanding, kind: Literal["trained", "rejected", "unused"], why: str | None = None
+    ) -> None:
+        self.order.remove(item)
+        if item.stage != "to submit":  # between two attempts there is none to end
+            self._ledger.end_attempt(item.request_id, kind, why)
+            del self._by_request[item.request_id]
+        self._ledger.end_prompt(item.prompt.index, kind, why)
+
+
+def _version_range(rollouts: list[Rollout]) -> tuple[int | None, int | None]:
+    """Oldest and newest version of the tokens that a policy sampled, `None` where none did."""
+    versions = {version for rollout in rollouts for version in rollout.versions}
+    if min(versions) < -1:
+        raise StampError(f"The engine stamped a token with version {min(versions)}: versions are 0 or more, or -1.")
+    versions.discard(-1)
+    return (min(versions), max(versions)) if versions else (None, None)

@@ -1,0 +1,346 @@
+"""The `GenerationQueue`: prompts go in, batches of scored groups come out, sampled ahead of training within a bound.
+
+Guarantees:
+- what is outstanding is bounded by `max_staleness` (see `admission.TakePlan`), and `take` hands groups out in
+  submission order (see `take_order`); what became of every prompt is on the books (see `outcomes`);
+- dataset, tokenizer and `publish` are touched by the main thread only; the engine's `submit`, `wait` and `cancel` by
+  the rollout thread only; the reward functions by the reward thread only, one group at a time;
+- no lock is held while the engine, the reward functions or the tokenizer work;
+- every wait has a limit, and whatever goes wrong in the background is raised by the next `take`, with its cause.
+
+`max_staleness` 0 is the schedule "sync": nothing is sampled before the weights it will be trained with are published.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Self
+
+from trl_a3po.engines.protocol import Engine
+from trl_a3po.errors import A3POError, EngineError, RewardError, StallError
+from trl_a3po.publish.policy import WeightUpdate
+from trl_a3po.rollout.admission import TakePlan
+from trl_a3po.rollout.core import QueueCore
+from trl_a3po.rollout.endings import EndOfData, QueueClosed
+from trl_a3po.rollout.outcomes import Outcomes, Rejection
+from trl_a3po.rollout.prompts import PromptStream
+from trl_a3po.rollout.records import Group, Score
+from trl_a3po.rollout.waiting import QueueStatus, queue_status, stall_report, starved
+
+logger = logging.getLogger(__name__)
+
+ENGINE_POLL_SECONDS = 0.02  # how late a publish opens submission while the engine has work
+IDLE_POLL_SECONDS = 0.5  # how late a dead engine is noticed while it has none
+
+
+class GenerationQueue:
+    """Keeps an engine busy ahead of training.
+
+    Args:
+        engine: a started engine; the queue neither starts nor closes it.
+        prompts: the prompt stream; the queue is its only user.
+        score: group -> its rewards, or a `Rejection`, which has it replaced by another prompt.
+        groups_per_batch: B, the groups one take hands out.
+        num_rollouts: G, the rollouts of a group.
+        max_staleness: largest staleness of a trained token, in optimizer steps; 0 never samples ahead.
+        version_of_take: take number n of this run (0-based) -> the policy version it happens at, nondecreasing. A
+            take may happen at a lower version than promised, never at a higher one.
+        total_takes: takes of the run; nothing is submitted for a later one.
+        max_attempts: attempts at a prompt before the run stops with `GenerationFailed`.
+        stall_timeout: seconds without any event after which a waiting `take` raises `StallError`.
+        max_in_flight: most groups in the engine at a time; `None` leaves that to `max_staleness`.
+        max_rejected_in_a_row: groups rejected in a row before the run stops with `StallError`; `None` is 10 batches.
+        close_timeout: seconds `close` waits for the background threads before it abandons them.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        prompts: PromptStream,
+        score: Callable[[Group], Score | Rejection],
+        groups_per_batch: int,
+        num_rollouts: int,
+        max_staleness: int,
+        version_of_take: Callable[[int], int],
+        total_takes: int,
+        max_attempts: int = 3,
+        stall_timeout: float = 600.0,
+        max_in_flight: int | None = None,
+        max_rejected_in_a_row: int | None = None,
+        close_timeout: float = 5.0,
+    ):
+        _require_positive(num_rollouts=num_rollouts, max_attempts=max_attempts, stall_timeout=stall_timeout)
+        if max_in_flight is not None:
+            _require_positive(max_in_flight=max_in_flight)
+        self._engine = engine
+        self._prompts = prompts
+        self._score = score
+        self._stall_timeout = stall_timeout
+        self._close_timeout = close_timeout
+        self._core = QueueCore(
+            prompts=prompts,
+            plan=TakePlan(groups_per_batch, max_staleness, version_of_take, total_takes),
+            num_rollouts=num_rollouts,
+            max_attempts=max_attempts,
+            max_in_flight=max_in_flight,
+            max_rejected_in_a_row=10 * groups_per_batch if max_rejected_in_a_row is None else max_rejected_in_a_row,
+        )
+        self._changed = threading.Condition()  # guards everything below and the core
+        self._threads: list[threading.Thread] = []
+        self._error: A3POError | None = None
+        self._closed = False
+        self._last_progress = time.monotonic()
+        self._taking_since: float | None = None
+        self._take_seconds = 0.0
+        self._blocked_since: float | None = None
+        self._blocked_seconds = 0.0
+
+    # --- the main thread ----------------------------------------------------------------------------------------
+
+    def start(self, version: int) -> None:
+        """Begin to submit; the engine samples from `version`. Main thread only."""
+        if self._threads:
+            raise RuntimeError("The queue was started already.")
+        self._raise_if_over()
+        self._published(version)
+        for name, target in (("a3po rollout thread", self._rollout_loop), ("a3po reward thread", self._reward_loop)):
+            thread = threading.Thread(target=self._guarded, args=(target,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def publish(self, update: WeightUpdate) -> None:
+        """Publish `update` to the engine and let admission follow. Main thread only.
+
+        Raises:
+            EngineError: the engine could not take the weights.
+        """
+        self._raise_if_over()
+        self._engine.publish(update)
+        self._published(update.version)
+
+    def published(self, version: int) -> None:
+        """Let admission follow a publish that the caller has made itself. Main thread only."""
+        self._raise_if_over()
+        self._published(version)
+
+    def take(self, version: int) -> list[Group]:
+        """The next B groups, in submission order, to be trained at policy version `version`. Main thread only.
+
+        Waits for them, and meanwhile tokenises the prompts that submission needs.
+
+        Raises:
+            EndOfData: there is no further batch.
+            StallError: `stall_timeout` seconds passed without an event, or the settings can never fill this take.
+            EngineError, RewardError, GenerationFailed, StampError: what stopped the background work, with its cause.
+            QueueClosed: the queue is closed.
+            ValueError: `version` is not one this take may happen at, or a prompt is empty.
+        """
+        if not self._threads:
+            raise RuntimeError("take was called before start: the queue has submitted nothing yet.")
+        with self._changed:
+            if self._taking_since is not None:
+                raise RuntimeError("take is being waited in by another thread: only the main thread takes.")
+            began = self._taking_since = time.monotonic()
+        try:
+            while (groups := self._take_or_wait(version, began)) is None:
+                pass
+            return groups
+        finally:
+            with self._changed:
+                self._take_seconds += time.monotonic() - began
+                self._taking_since = None
+
+    def close(self) -> None:
+        """Stop the background work and book what is left as unused. Idempotent, bounded, from any state.
+
+        The engine is left to its owner. A thread that is stuck in the engine or in a reward function is abandoned
+        after `close_timeout` seconds, with a warning; whatever it still returns is ignored.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + self._close_timeout
+        for thread in self._threads:
+            if thread is threading.current_thread():
+                continue
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                logger.warning(
+                    "The %s did not end within close_timeout=%s s and is abandoned: the engine's wait or a reward "
+                    "function does not return.",
+                    thread.name,
+                    self._close_timeout,
+                )
+        with self._changed:
+            self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    # --- any thread ---------------------------------------------------------------------------------------------
+
+    def status(self) -> QueueStatus:
+        """What is outstanding, and why either side waits. Cheap, never blocks for long."""
+        with self._changed:
+            now = time.monotonic()
+            taking = 0.0 if self._taking_since is None else now - self._taking_since
+            blocked = 0.0 if self._blocked_since is None else now - self._blocked_since
+            status = queue_status(self._core, self._take_seconds + taking, self._blocked_seconds + blocked)
+            if self._error is not None:
+                return replace(status, producer=f"stopped by an error: {self._error}", consumer="stopped by an error")
+            if self._closed:
+                return replace(status, producer="the queue is closed", consumer="the queue is closed")
+            return status if self._threads else replace(status, producer="the queue is not started")
+
+    def outcomes(self) -> Outcomes:
+        """What became of every prompt and attempt so far."""
+        with self._changed:
+            return self._core.outcomes()
+
+    # --- steps of the main thread -------------------------------------------------------------------------------
+
+    def _published(self, version: int) -> None:
+        with self._changed:
+            self._core.published(version)
+            self._progress()
+        self._fill_prompts()
+
+    def _take_or_wait(self, version: int, began: float) -> list[Group] | None:
+        """One look at the queue: a batch, or `None` after prompts were tokenised or something may have changed."""
+        self._raise_if_over()
+        self._fill_prompts()
+        with self._changed:
+            self._raise_if_over()
+            if self._core.end is not None:
+                raise EndOfData(self._core.end)
+            groups = self._core.try_take(version)
+            if groups is not None:
+                self._progress()
+                return groups
+            if (reason := starved(self._core)) is not None:
+                raise StallError(reason)
+            if self._core.admission() == "prompts":
+                return None
+            quiet = time.monotonic() - max(began, self._last_progress)
+            if quiet >= self._stall_timeout:
+                raise StallError(stall_report(self.status(), quiet))
+            self._changed.wait(self._stall_timeout - quiet)
+            return None
+
+    def _fill_prompts(self) -> None:
+        with self._changed:
+            wanted = self._core.prompts_wanted
+        buffered, ended = self._prompts.buffered, self._prompts.source_ended
+        if buffered < wanted and not ended:
+            self._prompts.fill(wanted)
+            with self._changed:
+                self._progress()
+
+    def _raise_if_over(self) -> None:
+        """The error that stopped the background work, as a new exception each time, or that the queue is closed."""
+        with self._changed:
+            if self._error is not None:
+                raise type(self._error)(*self._error.args) from (self._error.__cause__ or self._error)
+            if self._closed:
+                raise QueueClosed("The queue is closed: nothing can be taken from it or published to it any more.")
+
+    # --- the background threads ---------------------------------------------------------------------------------
+
+    def _rollout_loop(self) -> None:
+        """Submits what admission allows and brings finished groups home."""
+        while True:
+            with self._changed:
+                if self._over:
+                    break
+                requests = self._core.submissions()
+                self._blocked(self._core.admission() == "max_staleness")
+                if requests:
+                    self._progress()
+                busy = self._core.count("in the engine") > 0
+                if not busy:
+                    self._changed.wait(IDLE_POLL_SECONDS)
+            if requests:
+                self._engine.submit(requests)
+            events = self._engine.wait(ENGINE_POLL_SECONDS if busy else 0.0)
+            with self._changed:
+                for event in () if self._over else events:
+                    self._progress()
+                    self._core.engine_event(event)
+        with self._changed:
+            self._blocked(False)
+            left = self._core.close()
+        if left:
+            self._engine.cancel(left)
+
+    def _reward_loop(self) -> None:
+        """Scores finished groups, the oldest first."""
+        while True:
+            with self._changed:
+                while not self._over and (due := self._core.next_to_score()) is None:
+                    self._changed.wait()
+                if self._over:
+                    return
+            request_id, group = due
+            try:
+                result = self._score(group)
+            except RewardError:
+                raise
+            except Exception as error:
+                raise RewardError(
+                    f"Scoring the rollouts of prompt {group.prompt.index} raised {type(error).__name__}: {error}"
+                ) from error
+            if not isinstance(result, (Score, Rejection)):
+                raise RewardError(
+                    f"Scoring the rollouts of prompt {group.prompt.index} returned a {type(result).__name__}: it must "
+                    "return a Score or a Rejection."
+                )
+            with self._changed:
+                if not self._over:
+                    self._progress()
+                    self._core.scored(request_id, result)
+
+    def _guarded(self, loop: Callable[[], None]) -> None:
+        """Runs a thread's loop; what ends it early stops the queue and is raised by `take`."""
+        try:
+            loop()
+        except BaseException as error:  # noqa: BLE001 - else a reward function's SystemExit would end it in silence
+            with self._changed:
+                if self._error is not None or self._closed:
+                    logger.warning("The %s failed while stopping: %r", threading.current_thread().name, error)
+                    return
+                self._error = _as_a3po_error(error)
+                self._changed.notify_all()
+
+    @property
+    def _over(self) -> bool:
+        return self._closed or self._error is not None
+
+    def _progress(self) -> None:
+        self._last_progress = time.monotonic()
+        self._changed.notify_all()
+
+    def _blocked(self, blocked: bool) -> None:
+        now = time.monotonic()
+        if self._blocked_since is not None:
+            self._blocked_seconds += now - self._blocked_since
+        self._blocked_since = now if blocked else None
+
+
+def _as_a3po_error(error: BaseException) -> A3POError:
+    if isinstance(error, A3POError):
+        return error
+    raised = EngineError(f"The {threading.current_thread().name} stopped: {type(error).__name__}: {error}")
+    raised.__cause__ = error
+    return raised
+
+
+def _require_positive(**settings: float) -> None:
+    for name, value in settings.items():
+        if value <= 0:
+            raise ValueError(f"{name} is {value}, but it must be positive.")

@@ -1,0 +1,163 @@
+"""Why the queue waits: a snapshot for any thread, and the report of a wait that reached its limit."""
+
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+
+from trl_a3po.rollout.core import Outstanding, QueueCore
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """What the queue holds and why either side waits. Ages and times in seconds.
+
+    Args:
+        in_engine: groups being sampled, those about to be handed to the engine included.
+        waiting_for_reward: sampled groups whose reward is not known yet, the one being scored included.
+        ready: scored groups waiting to be taken (the queue's depth).
+        capacity: groups that may be outstanding besides the batch in training.
+        published_version: the version the engine samples from.
+        next_take: number of the next take, 0-based.
+        next_take_version: the version it happens at, `None` after the last one.
+        producer: why no further prompt is submitted, or that nothing is in the way.
+        consumer: what the next take waits for, or that nothing is missing.
+        oldest: the oldest outstanding prompt and where it is.
+        take_seconds: time `take` has waited so far, all takes together.
+        blocked_seconds: time `max_staleness` has kept the next prompt from being submitted.
+    """
+
+    in_engine: int
+    waiting_for_reward: int
+    ready: int
+    capacity: int
+    published_version: int
+    next_take: int
+    next_take_version: int | None
+    producer: str
+    consumer: str
+    oldest: str
+    take_seconds: float
+    blocked_seconds: float
+
+    @property
+    def outstanding(self) -> int:
+        """Groups submitted and not yet taken."""
+        return self.in_engine + self.waiting_for_reward + self.ready
+
+    def __str__(self):
+        at = "none is left" if self.next_take_version is None else f"at version {self.next_take_version}"
+        return (
+            f"outstanding: {self.in_engine} in the engine, {self.waiting_for_reward} waiting for their reward, "
+            f"{self.ready} ready (capacity {self.capacity})\n"
+            f"versions: published {self.published_version}; next take {self.next_take}, {at}\n"
+            f"submitting: {self.producer}\n"
+            f"taking: {self.consumer}\n"
+            f"oldest prompt: {self.oldest}\n"
+            f"waited so far: take {self.take_seconds:.1f} s; submission, for max_staleness, "
+            f"{self.blocked_seconds:.1f} s"
+        )
+
+
+def queue_status(core: QueueCore, take_seconds: float, blocked_seconds: float) -> QueueStatus:
+    """The snapshot; the caller holds the lock."""
+    over = core.next_take >= core.plan.total_takes
+    return QueueStatus(
+        in_engine=core.count("to submit", "in the engine"),
+        waiting_for_reward=core.count("waiting for its reward", "being scored"),
+        ready=core.count("ready"),
+        capacity=core.capacity,
+        published_version=core.published_version,
+        next_take=core.next_take,
+        next_take_version=None if over else core.plan.version_of_take(core.next_take),
+        producer=producer_reason(core),
+        consumer=consumer_reason(core),
+        oldest=_oldest(core),
+        take_seconds=take_seconds,
+        blocked_seconds=blocked_seconds,
+    )
+
+
+def producer_reason(core: QueueCore) -> str:
+    """Why no further prompt is submitted."""
+    match core.admission():
+        case "open":
+            return "nothing is in the way of the next prompt"
+        case "total_takes":
+            return f"every group of the run's {core.plan.total_takes} takes is outstanding or taken"
+        case "max_staleness":
+            take = core.plan.expected_take(core.next_take, len(core.order))
+            return (
+                f"waiting for a publish: the next group would be trained at version {core.plan.version_of_take(take)}, "
+                f"beyond the published version {core.published_version} + max_staleness {core.plan.max_staleness}"
+            )
+        case "max_in_flight":
+            return f"waiting for the engine: max_in_flight={core.max_in_flight} groups are being sampled"
+        case "prompts":
+            return "waiting for prompts to be tokenised on the main thread"
+        case "end of data":
+            return f"the prompts have ended; {core.prompts.buffered} are kept as replacements"
+
+
+def consumer_reason(core: QueueCore) -> str:
+    """What the next take waits for."""
+    if core.end is not None:
+        return core.end
+    choice = core.choice()
+    name = f"take {core.next_take}"
+    if choice.deadline is not None:
+        item = core.order[choice.deadline]
+        return (
+            f"{name} waits for prompt {item.prompt.index} ({_where(core, item)}), which may not be overtaken: "
+            f"submitted at version {item.submitted_version}, it could not be trained within "
+            f"max_staleness={core.plan.max_staleness} at a later take"
+        )
+    if not choice.missing:
+        return f"nothing is missing for {name}"
+    short = core.plan.groups_per_batch - len(core.order)
+    rest = f"; {short} of them are not submitted yet" if short > 0 else ""
+    return f"{name} waits for {choice.missing} of its {core.plan.groups_per_batch} groups{rest}"
+
+
+def starved(core: QueueCore) -> str | None:
+    """Why the take that the main thread is in can never be filled, `None` if it can.
+
+    Only the main thread opens admission, so a take that lacks groups it may not submit waits for itself.
+    """
+    if len(core.order) >= core.plan.groups_per_batch or core.admission() != "max_staleness":
+        return None
+    return (
+        f"Take {core.next_take} happens at version {core.plan.version_of_take(core.next_take)}, but the published "
+        f"version is {core.published_version} and max_staleness={core.plan.max_staleness}, so its groups may not be "
+        "submitted and the take would wait for ever: lower weight_sync_steps or raise max_staleness "
+        "(weight_sync_steps - gcd(weight_sync_steps, optimizer steps per batch) must not exceed it)."
+    )
+
+
+def stall_report(status: QueueStatus, seconds: float) -> str:
+    """The message of a `StallError` after `seconds` without an event."""
+    return (
+        f"Nothing has happened for {seconds:.1f} s (stall_timeout): {status.consumer}. If the engine or the reward "
+        f"functions need longer than that for one group, raise stall_timeout.\n{status}\n{thread_stacks()}"
+    )
+
+
+def thread_stacks() -> str:
+    """The stack of every thread of this process, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"stack of {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for ident, frame in sys._current_frames().items()
+    )
+
+
+def _oldest(core: QueueCore) -> str:
+    if not core.order:
+        return "none"
+    item = min(core.order, key=lambda other: other.since)
+    return f"prompt {item.prompt.index}, {core.clock() - item.since:.1f} s old ({_where(core, item)})"
+
+
+def _where(core: QueueCore, item: Outstanding) -> str:
+    failed = f", failed before: {'; '.join(item.failures)}" if item.failures else ""
+    return f"attempt {item.attempt}, {item.stage} for {core.clock() - item.stage_since:.1f} s{failed}"
