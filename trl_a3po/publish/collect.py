@@ -1,0 +1,99 @@
+"""The trained module -> `PolicySpec` and `WeightUpdate`.
+
+Guarantees: the module is only read: never copied, merged or moved (its forward may be patched, and a deep copy of a
+patched module keeps running the original's weights); tensors are live views; each storage appears once.
+
+The module is the unwrapped one, a `PreTrainedModel` or a `PeftModel` around one, as `GRPOTrainer` holds it.
+"""
+
+import copy
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from transformers import PreTrainedModel
+
+from trl_a3po.publish.policy import PolicySpec, WeightUpdate
+from trl_a3po.publish.replica import named_weights
+
+
+def policy_spec(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> PolicySpec:
+    """What an engine needs to build a replica of `model` that runs in `dtype`.
+
+    Raises:
+        ValueError: the model is quantised, or its adapter works on the prompt instead of the weights.
+    """
+    base = base_model(model)
+    for name, parameter in base.named_parameters():
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"{name!r} is stored as {parameter.dtype}: a quantised policy cannot be rebuilt from its "
+                "configuration in the engine. Load the model in float32, bfloat16 or float16."
+            )
+    config = copy.deepcopy(base.config)
+    if not isinstance(model, PeftModel):
+        return PolicySpec(type(base), config, dtype)
+    adapter = active_adapter(model)
+    peft_config = copy.deepcopy(model.peft_config[adapter])
+    if peft_config.is_prompt_learning:
+        raise ValueError(
+            f"peft_config is a {type(peft_config).__name__}: adapters that add virtual tokens to the prompt are not "
+            "supported by the engine. Use an adapter on the weights, such as LoraConfig."
+        )
+    if isinstance(peft_config, LoraConfig):
+        # Initialisations such as PiSSA compute on weights that the replica does not have yet.
+        peft_config.init_lora_weights = False
+    return PolicySpec(type(base), config, dtype, peft_config, adapter)
+
+
+def collect_weights(model: PreTrainedModel | PeftModel, version: int, *, complete: bool) -> WeightUpdate:
+    """The weights of `model` as policy version `version`, as live, detached views.
+
+    Args:
+        complete: every parameter and persistent buffer; otherwise those that training changes: parameters that
+            require a gradient, and persistent buffers. Adapters other than the active one (a reference policy) are
+            left out of both.
+    """
+    others = _other_adapters(model)
+    tensors = {
+        name: weight.detach()
+        for name, weight in named_weights(model).items()
+        if not _belongs(name, others)
+        and (complete or weight.requires_grad or not isinstance(weight, torch.nn.Parameter))
+    }
+    return WeightUpdate(version, tensors, complete)
+
+
+def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The `PreTrainedModel` inside, with any adapter layers still in it."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def active_adapter(model: PeftModel) -> str:
+    """Name of the adapter being trained. Raises `ValueError` when there is not exactly one."""
+    adapters = model.active_adapters
+    if len(adapters) != 1:
+        raise ValueError(
+            f"The policy's active adapters are {adapters}, but exactly one can be trained: call "
+            "`model.set_adapter(name)` first."
+        )
+    return adapters[0]
+
+
+def _other_adapters(model: PreTrainedModel | PeftModel) -> set[str]:
+    """Name endings that mark a tensor of an inactive adapter: `holder.adapter` for each place adapters live in."""
+    if not isinstance(model, PeftModel):
+        return set()
+    holders = {
+        holder
+        for module in model.modules()
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        for holder in module.adapter_layer_names
+    }
+    others = set(model.peft_config) - {active_adapter(model)}
+    return {f".{holder}.{adapter}." for holder in holders for adapter in others}
+
+
+def _belongs(name: str, markers: set[str]) -> bool:
+    return any(marker in f"{name}." for marker in markers)

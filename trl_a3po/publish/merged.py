@@ -1,0 +1,121 @@
+"""`lora_sync="merged"`: the policy as a plain model, its LoRA adapter folded into the weights it sends.
+
+Guarantees: the trained module is only read. A merged weight is computed beside the base weight
+(`W + scale * B @ A`, or its DoRA form), never in place, so no rounding accumulates in the weights being trained.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import Embedding, Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import nn
+
+from trl_a3po.publish.collect import active_adapter, base_model
+from trl_a3po.publish.policy import PolicySpec, WeightUpdate
+
+
+def merged_spec(model: PeftModel, dtype: torch.dtype) -> PolicySpec:
+    """The plain base model. Its embeddings are untied when the adapter changes only one of a tied pair.
+
+    Raises:
+        ValueError: a layer whose adapter cannot be merged out of place.
+    """
+    base = base_model(model)
+    config = copy.deepcopy(base.config)
+    if config.get_text_config().tie_word_embeddings:
+        head = base.get_output_embeddings()
+        path = next(path for path, module in base.named_modules() if module is head)
+        if f"{_plain(path)}.weight" in _plan(model):
+            config.tie_word_embeddings = False
+            config.get_text_config().tie_word_embeddings = False
+    return PolicySpec(type(base), config, dtype)
+
+
+@torch.no_grad()
+def collect_merged(model: PeftModel, version: int, *, complete: bool = True) -> WeightUpdate:
+    """The merged weights of `model` under the names of the plain base model.
+
+    Args:
+        complete: every parameter and persistent buffer; otherwise those that training changes. Merged weights are
+            new tensors, the others live views.
+    """
+    plan = _plan(model)
+    tensors = {name: value() for name, (changes, value) in plan.items() if complete or changes}
+    return WeightUpdate(version, tensors, complete)
+
+
+_Entry = tuple[bool, Callable[[], torch.Tensor]]
+
+
+def _plan(model: PeftModel) -> dict[str, _Entry]:
+    """Plain name -> (whether training changes it, how to compute it); a tied pair that is still one is listed once."""
+    adapter = active_adapter(model)
+    plan: dict[str, _Entry] = {}
+    seen: set[int] = set()
+    for name, tensor, entry in _walk(base_model(model), "", adapter):
+        if id(tensor) not in seen:
+            plan[name] = entry
+        if tensor is not None:
+            seen.add(id(tensor))
+    return plan
+
+
+def _walk(module: nn.Module, path: str, adapter: str) -> Iterator[tuple[str, torch.Tensor | None, _Entry]]:
+    """(plain name, the tensor itself if it is sent as it is, entry) of everything under `module`."""
+    if isinstance(module, (Linear, Embedding)):
+        yield from _walk_lora(module, path, adapter)
+    elif isinstance(module, ModulesToSaveWrapper):
+        trained = adapter in module.modules_to_save
+        yield from _walk(module.modules_to_save[adapter] if trained else module.original_module, path, adapter)
+    elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        raise ValueError(
+            f'lora_sync="merged" cannot merge {path!r}, a {type(module).__name__}: only LoRA and DoRA on linear and '
+            'embedding layers, and modules_to_save, can be merged. Use lora_sync="adapter".'
+        )
+    else:
+        for name, tensor in _own(module):
+            yield f"{path}{name}", tensor, _as_is(tensor)
+        for name, child in module.named_children():
+            yield from _walk(child, f"{path}{name}.", adapter)
+
+
+def _walk_lora(layer: Linear | Embedding, path: str, adapter: str) -> Iterator:
+    adapted = adapter in layer.lora_A or adapter in layer.lora_embedding_A
+    for name, tensor in _own(layer.get_base_layer()):
+        if adapted and name == "weight":
+            yield f"{path}{name}", None, (True, lambda: _merged_weight(layer, adapter))
+        elif adapted and name == "bias" and layer.lora_bias[adapter]:
+            yield f"{path}{name}", None, (True, lambda: _merged_bias(layer, adapter))
+        else:
+            yield f"{path}{name}", tensor, _as_is(tensor)
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _as_is(tensor: torch.Tensor) -> _Entry:
+    return tensor.requires_grad or not isinstance(tensor, nn.Parameter), tensor.detach
+
+
+def _merged_weight(layer: Linear | Embedding, adapter: str) -> torch.Tensor:
+    weight = layer.get_base_layer().weight.detach()
+    if adapter in layer.lora_variant:
+        return layer.lora_variant[adapter].merge_safe(layer, adapter, weight.clone()).detach()
+    return weight + layer.get_delta_weight(adapter).to(weight.dtype)
+
+
+def _merged_bias(layer: Linear, adapter: str) -> torch.Tensor:
+    return layer.get_base_layer().bias.detach() + layer.lora_B[adapter].bias.detach() * layer.scaling[adapter]
+
+
+def _plain(path: str) -> str:
+    """The path of an adapted module in the plain base model."""
+    return ".".join(part for part in path.split(".") if part not in ("base_layer", "original_module"))
