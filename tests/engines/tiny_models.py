@@ -61,7 +61,7 @@ def tiny_model(name: str = "llama", seed: int = 0, **overrides) -> torch.nn.Modu
     return model.eval()
 
 
-def moved(model: torch.nn.Module, seed: int = 100, scale: float = 0.05) -> torch.nn.Module:
+def moved(model: torch.nn.Module, seed: int = 100, scale: float = 0.15) -> torch.nn.Module:
     """A copy of the model with every matrix changed by an update large enough to matter."""
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)

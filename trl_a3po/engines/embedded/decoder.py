@@ -28,6 +28,8 @@ from trl_a3po.rollout.records import Rollout
 
 # Attention reads a multiple of this many positions, so that shapes repeat from step to step.
 _LENGTH_STEP = 32
+# On a CPU the last rows of a batch go through other instructions unless their number is a multiple of this one.
+_DETERMINISTIC_ROWS = 8
 # Padded tokens of one prefill forward: bounds its memory.
 _PREFILL_TOKENS = 8192
 
@@ -46,7 +48,8 @@ class SlotDecoder:
         kv_on_publish: what `set_version` does to sequences in flight: "keep" their cache, or "recompute" it under the
             new weights before their next token.
         deterministic: tokens and log-probs are bit-equal whatever else is in the batch (one machine, one thread
-            count), for the price of padding. Otherwise log-probs agree to 1e-4 in fp32.
+            count, one number of slots), for the price of padding: `slots` to a multiple of 8, every prompt to
+            `max_prompt_tokens`, the cache to that plus `max_new_tokens`. Otherwise log-probs agree to 1e-4 in fp32.
         version: policy version of the weights in `model`.
         device: where the model lives; `None`: the device of its embeddings.
 
@@ -86,21 +89,22 @@ class SlotDecoder:
         # The one padded length of deterministic mode: every sequence fits.
         self._fixed_length = max_prompt_tokens + sampling.max_new_tokens if deterministic else None
 
+        rows = -(-slots // _DETERMINISTIC_ROWS) * _DETERMINISTIC_ROWS if deterministic else slots
         self._version = version
         self._tokens = 0
         self._cache_is_stale = False
         self._groups: dict[int, _Group] = {}
         self._waiting: deque[_Group] = deque()
-        # Slot i decodes self._active[i]; the arrays below are indexed the same way.
+        # Slot i decodes self._active[i]; what follows is indexed the same way (longer in deterministic mode).
         self._active: list[_Sequence | None] = [None] * slots
-        self._cache = SlotCache(slots)
-        self._last_token = np.zeros(slots, dtype=np.int64)
-        self._position = np.zeros(slots, dtype=np.int64)  # of the last token, whose key and value are not cached yet
-        self._stream = np.zeros(slots, dtype=np.uint64)
-        self._generated = np.zeros(slots, dtype=np.int64)
+        self._cache = SlotCache(rows)
+        self._last_token = np.zeros(rows, dtype=np.int64)
+        self._position = np.zeros(rows, dtype=np.int64)  # of the last token, whose key and value are not cached yet
+        self._stream = np.zeros(rows, dtype=np.uint64)
+        self._generated = np.zeros(rows, dtype=np.int64)
         self._seen = None
         if self._sampler.needs_seen:
-            self._seen = torch.zeros(slots, self._forward.vocab_size, dtype=torch.bool, device=self._device)
+            self._seen = torch.zeros(rows, self._forward.vocab_size, dtype=torch.bool, device=self._device)
 
     @property
     def version(self) -> int:
@@ -269,9 +273,9 @@ class SlotDecoder:
         logits = torch.stack([sequence.group.prefilled.logits for _, sequence in starts])
         if self._fixed_length is None:
             return self._sample(logits, slots)
-        every_slot = logits.new_zeros(len(self._active), logits.shape[1])
+        every_slot = logits.new_zeros(len(self._position), logits.shape[1])
         every_slot[torch.from_numpy(slots).to(self._device)] = logits
-        return self._sample(every_slot, np.arange(len(self._active)))[:, slots]
+        return self._sample(every_slot, np.arange(len(self._position)))[:, slots]
 
     def _close_gaps(self) -> None:
         """Move the last sequences into free slots, so that the active ones are the first rows of the cache."""
@@ -295,7 +299,7 @@ class SlotDecoder:
         if self._fixed_length is None:
             rows, length = active, _round_up(int(self._position[:active].max()) + 1)
         else:
-            rows, length = len(self._active), self._fixed_length
+            rows, length = len(self._position), self._fixed_length
             self._position[active:] = self._last_token[active:] = 0
         logits = self._forward.decode(
             self._on_device(self._last_token[:rows]), self._on_device(self._position[:rows]), self._cache, length

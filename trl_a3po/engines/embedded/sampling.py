@@ -110,24 +110,13 @@ class Sampler:
         """
         logits = logits.float()
         logps = (logits / self._sampling.temperature).log_softmax(1)
-        filtered = self._filters or too_early is not None
-        probs = self.scores(logits, too_early, seen).softmax(1) if filtered else logps.exp()
+        # A softmax and not exp(logps): elementwise exp on a CPU treats the last elements of the whole tensor differently.
+        probs = self.scores(logits, too_early, seen).softmax(1)
         cumulative = probs.cumsum(1, dtype=torch.float64)
         tokens = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)
         # NaN rows end up outside the vocabulary: the gather must still be legal, the NaN log-prob tells the caller.
         tokens.clamp_(max=logits.shape[1] - 1)
         return torch.stack([tokens[:, 0].double(), logps.gather(1, tokens)[:, 0].double()])
-
-    @property
-    def _filters(self) -> bool:
-        settings = self._sampling
-        return bool(
-            self.needs_seen
-            or settings.suppress_token_ids
-            or settings.top_k > 0
-            or settings.top_p < 1
-            or settings.min_p
-        )
 
 
 def _check(sampling: SamplingSettings, vocab_size: int) -> None:
