@@ -1,0 +1,393 @@
+"""The trainer's hooks: alignment of versions, the objective's gradient, bounds, failures and endings."""
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from tests.tiny import VOCAB, save_tiny_model, tiny_prompts
+from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.errors import EngineError, RewardError
+from trl_a3po.objectives import asympo_loss, decoupled_loss, proximal_logps, spo_loss
+from trl_a3po.testing import StubEngine, scripted_completion
+
+GENERATIONS, LENGTH = 4, 8
+COMPLETE = scripted_completion(VOCAB, LENGTH)
+
+
+def reward(completion_ids, **kwargs):
+    return [sum(ids) % 11 / 10 for ids in completion_ids]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def build(model_path, tmp_path, trainer_class=A3POTrainer, reward_funcs=reward, engine=None, **settings):
+    options = {name: settings.pop(name) for name in ("peft_config", "train_dataset") if name in settings}
+    settings = {
+        "per_device_train_batch_size": 4,
+        "num_generations": GENERATIONS,
+        "max_completion_length": LENGTH,
+        "max_steps": 8,
+        "max_staleness": 4,
+        "learning_rate": 0.05,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        **settings,
+    }
+    args = A3POConfig(
+        output_dir=str(tmp_path / "run"),
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        engine=engine or StubEngine(COMPLETE),
+        model_init_kwargs={"dtype": "float32"},
+        **settings,
+    )
+    return trainer_class(model_path, reward_funcs, args=args, **{"train_dataset": tiny_prompts(), **options})
+
+
+# --- versions -----------------------------------------------------------------------------------------------------
+
+
+class Recorder(A3POTrainer):
+    """Keeps what the loss is given, and the rollouts that each take handed out."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.takes, self.micro_batches = [], []
+
+    def _take(self):
+        rows = super()._take()
+        self.takes.append((self.state.global_step, [r for group in self._taken for r in group.rollouts]))
+        return rows
+
+    def _compute_loss(self, model, inputs):
+        self.micro_batches.append((len(self.takes) - 1, self.state.global_step, dict(inputs)))
+        return super()._compute_loss(model, inputs)
+
+
+class MixedVersionEngine(StubEngine):
+    """Stamps each token with some version that was published, to tell rows and positions apart."""
+
+    def _rollouts(self, request):
+        rollouts = super()._rollouts(request)
+        for number, rollout in enumerate(rollouts):
+            submitted = rollout.versions[0]
+            rollout.versions[:] = [
+                submitted + (hash((request.noise_key, number, i)) % 2) for i in range(len(rollout.versions))
+            ]
+        return rollouts
+
+
+def test_versions_and_log_probs_stay_with_their_tokens_through_shuffle_and_split(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, Recorder, steps_per_generation=4, max_steps=6)
+    trainer.train()
+    checked = 0
+    for take, _, inputs in trainer.micro_batches:
+        version, rollouts = trainer.takes[take]
+        by_tokens = {tuple(rollout.token_ids): rollout for rollout in rollouts}
+        for row in range(len(inputs["completion_ids"])):
+            length = int(inputs["completion_mask"][row].sum())
+            rollout = by_tokens[tuple(inputs["completion_ids"][row, :length].tolist())]
+            assert inputs["behavior_versions"][row].tolist() == rollout.versions + [-1] * (
+                inputs["behavior_versions"].shape[1] - length
+            )
+            assert inputs["staleness"][row, :length].tolist() == [version - v for v in rollout.versions]
+            torch.testing.assert_close(
+                inputs["sampling_per_token_logps"][row, :length], torch.tensor(rollout.logps), rtol=0, atol=1e-6
+            )
+            checked += 1
+    assert checked == 6 * 2 * 4  # optimizer steps x micro-steps x rows
+
+
+def test_staleness_is_constant_while_a_batch_is_used_and_never_above_the_bound(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, Recorder, num_iterations=2, max_staleness=4, max_steps=12)
+    trainer.train()
+    seen = set()
+    for take, step, inputs in trainer.micro_batches:
+        inside = inputs["completion_mask"].bool()
+        staleness = inputs["staleness"][inside]
+        assert 0 <= staleness.min() and staleness.max() <= 4
+        assert (inputs["staleness"] + inputs["behavior_versions"])[inside].unique().item() == trainer.takes[take][0]
+        assert step in (trainer.takes[take][0], trainer.takes[take][0] + 1)
+        seen |= set(staleness.tolist())
+    assert max(seen) >= 2  # the engine did run ahead
+
+
+def test_prompts_come_in_the_order_of_grpo_trainer_over_epochs(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, max_steps=20)  # 40 groups of a dataset of 32
+    trainer.train()
+    sampler = trainer._get_train_sampler()
+    per_epoch = [list(sampler), list(sampler)]
+    batch = 2 * GENERATIONS  # rows of a generation batch, which TRL yields once per micro-step
+    expected = [
+        trainer.train_dataset[epoch[start]]["prompt"]
+        for epoch in per_epoch
+        for chunk in range(0, len(epoch), 2 * batch)
+        for start in range(chunk, chunk + batch, GENERATIONS)
+    ]
+    requests = sorted(trainer.args.engine.requests, key=lambda request: request.noise_key)
+    assert [trainer._tokenizer.decode(list(request.prompt_ids)) for request in requests] == expected[:40]
+
+
+# --- the objective ------------------------------------------------------------------------------------------------
+
+
+class GradientCheck(A3POTrainer):
+    """Compares the gradient of each micro-batch with that of a reference formula."""
+
+    reference = None
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        found = torch.autograd.grad(loss, parameters, retain_graph=True)
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        kept = inputs["completion_ids"].shape[1]
+        lt, _, _ = super()._get_per_token_logps_and_entropies(model, ids, attention, kept)
+        expected = torch.autograd.grad(type(self).reference(self, lt, inputs), parameters)
+        self.compared = getattr(self, "compared", 0) + 1
+        self.stalest = max(getattr(self, "stalest", 0), int(inputs["staleness"].max()))
+        for f, e in zip(found, expected, strict=True):
+            torch.testing.assert_close(f, e, rtol=1e-4, atol=1e-6)
+        return loss
+
+
+def reduce(trainer, per_token, inputs):
+    mask = inputs["completion_mask"]
+    match trainer.args.loss_type:
+        case "grpo":
+            loss = ((per_token * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+        case "bnpo":
+            loss = (per_token * mask).sum() / mask.sum()
+        case "dr_grpo":
+            loss = (per_token * mask).sum() / (len(mask) * LENGTH)
+        case "luspo":
+            loss = (per_token * mask).sum(-1).mean()
+        case "dapo":
+            accumulation = trainer.args.gradient_accumulation_steps / trainer.args.steps_per_generation
+            return (per_token * mask).sum() / (inputs["num_items_in_batch"] * accumulation)
+    return loss / trainer.args.gradient_accumulation_steps
+
+
+def decoupled_reference(trainer, lt, inputs):
+    args, lb, mask = trainer.args, inputs["sampling_per_token_logps"], inputs["completion_mask"]
+    lp = proximal_logps(lb, lt, inputs["staleness"], args.proximal_method, args.fresh_proximal)
+    per_token, _ = decoupled_loss(
+        lt, lb, lp, inputs["advantages"], mask, weight_cap=args.behavior_weight_cap,
+        weight_mode=args.behavior_weight_mode, weight_level=args.behavior_weight_level,
+    )  # fmt: skip
+    return reduce(trainer, per_token, inputs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "dapo"},
+        {"loss_type": "dr_grpo"},
+        {"loss_type": "bnpo"},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"proximal_method": "linear"},
+        {"proximal_method": "behavior"},
+        {"proximal_method": "reuse"},
+        {"fresh_proximal": "policy"},
+        {"behavior_weight_mode": "mask", "behavior_weight_cap": 1.05},
+        {"behavior_weight_mode": "truncate", "behavior_weight_cap": 1.05},
+        {"behavior_weight_mode": "none"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_the_trainers_gradient_is_that_of_the_closed_form(model_path, tmp_path, settings, lora):
+    class Check(GradientCheck):
+        reference = decoupled_reference
+
+    peft_config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
+    trainer = build(model_path, tmp_path, Check, peft_config=peft_config, max_steps=7, learning_rate=0.2, **settings)
+    trainer.train()
+    assert trainer.compared == 14 and trainer.stalest >= 2
+
+
+@pytest.mark.parametrize("objective, loss", [("asympo", asympo_loss), ("spo", spo_loss)])
+def test_the_gradient_of_the_balanced_objectives_is_that_of_their_closed_forms(model_path, tmp_path, objective, loss):
+    class Check(GradientCheck):
+        @staticmethod
+        def reference(trainer, lt, inputs):
+            value, _ = loss(lt, inputs["advantages"], inputs["completion_mask"])
+            return value / trainer.args.gradient_accumulation_steps
+
+    trainer = build(
+        model_path, tmp_path, Check, objective=objective, loss_type="grpo", scale_rewards="none", max_steps=6
+    )
+    trainer.train()
+    assert trainer.compared == 12 and trainer.stalest >= 2
+
+
+@pytest.mark.parametrize("method, extra", [("loglinear", 0), ("reuse", 0), ("recompute", 6 * 8)])
+def test_no_forward_but_trls_own_except_for_recompute(model_path, tmp_path, method, extra):
+    trainer = build(model_path, tmp_path, proximal_method=method, max_steps=6)
+    rows = []
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    trainer.train()
+    assert sum(rows) == 6 * 8 + extra  # 6 batches of 8 rows
+
+
+def test_statistics_are_logged_whole_and_by_staleness(model_path, tmp_path):
+    trainer = build(model_path, tmp_path)
+    trainer.train()
+    logged = {key for entry in trainer.state.log_history for key in entry}
+    names = {"w/mean", "r/max", "rho/min", "ess", "clip/low", "clip/high", "w/capped", "interpolation_weight/mean"}
+    names |= {"staleness/mean", "staleness/max", "d0/ess", "d2/w/mean", "d2/clip/high", "time/wait", "time/publish"}
+    assert {f"a3po/{name}" for name in names} <= logged
+    assert all(math.isfinite(v) for e in trainer.state.log_history for k, v in e.items() if k.startswith("a3po/"))
+
+
+# --- rewards ------------------------------------------------------------------------------------------------------
+
+
+def test_advantages_belong_to_the_rewards_of_their_rows(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, Recorder, scale_rewards="none", max_steps=4)
+    trainer.train()
+    for take, _, inputs in trainer.micro_batches:
+        rollouts = trainer.takes[take][1]
+        values = torch.tensor(reward([r.token_ids for r in rollouts])).view(-1, GENERATIONS)
+        advantages = (values - values.mean(1, keepdim=True)).flatten().tolist()
+        expected = {tuple(r.token_ids): a for r, a in zip(rollouts, advantages, strict=True)}
+        for row, advantage in enumerate(inputs["advantages"].tolist()):
+            tokens = inputs["completion_ids"][row, : int(inputs["completion_mask"][row].sum())].tolist()
+            assert advantage == pytest.approx(expected[tuple(tokens)], abs=1e-5)
+
+
+def test_each_group_is_scored_once_and_logs_are_replayed(model_path, tmp_path):
+    calls = []
+
+    def logging_reward(completion_ids, log_extra, log_metric, trainer_state, **kwargs):
+        calls.append(len(completion_ids))
+        log_extra("length", [len(ids) for ids in completion_ids])
+        log_metric("calls", len(calls))
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = build(
+        model_path, tmp_path, reward_funcs=[logging_reward, reward], max_steps=3, reward_weights=[1.0, 0.5]
+    )
+    trainer.train()
+    assert set(calls) == {GENERATIONS} and len(calls) == 6
+    assert list(trainer._logs["extra"]["length"]) == [len(c.split()) for c in trainer._logs["completion"]]
+    steps = [entry for entry in trainer.state.log_history if "calls" in entry]
+    assert [entry["calls"] for entry in steps] == [1.5, 3.5, 5.5]
+    assert "rewards/logging_reward/mean" in steps[0] and "rewards/reward/mean" in steps[0]
+
+
+def test_a_failing_reward_ends_the_run_with_its_cause_and_closes_the_engine(model_path, tmp_path):
+    def broken(completions, **kwargs):
+        raise KeyError("gold")
+
+    engine = StubEngine(COMPLETE)
+    trainer = build(model_path, tmp_path, reward_funcs=broken, engine=engine)
+    with pytest.raises(RewardError, match="'broken' raised KeyError") as error:
+        trainer.train()
+    assert isinstance(error.value.__cause__, KeyError)
+    assert engine.closed
+
+
+# --- beginnings and ends ------------------------------------------------------------------------------------------
+
+
+def test_training_moves_the_parameters_and_every_group_generated_is_trained(model_path, tmp_path):
+    engine = StubEngine(COMPLETE)
+    trainer = build(model_path, tmp_path, engine=engine, max_steps=5)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert any(not torch.equal(b, p) for b, p in zip(before, trainer.model.parameters(), strict=True))
+    assert len(engine.requests) == 5 * 2  # nothing is generated that the run cannot train on
+    assert engine.published == [0, 1, 2, 3, 4]
+    assert engine.closed
+
+
+def test_weights_are_published_every_so_many_steps(model_path, tmp_path):
+    engine = StubEngine(COMPLETE)
+    build(model_path, tmp_path, engine=engine, max_steps=8, weight_sync_steps=3).train()
+    assert engine.published == [0, 3, 6]
+
+
+def test_the_sync_schedule_trains_on_fresh_tokens_only(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, Recorder, schedule="sync", max_steps=4)
+    trainer.train()
+    for _, _, inputs in trainer.micro_batches:
+        assert inputs["staleness"][inputs["completion_mask"].bool()].max() == 0
+
+
+def test_a_second_train_starts_again(model_path, tmp_path):
+    engine = StubEngine(COMPLETE)
+    trainer = build(model_path, tmp_path, engine=engine, max_steps=3)
+    trainer.train()
+    trainer.train()
+    assert engine.published == [0, 1, 2, 0, 1, 2]
+
+
+def test_an_engine_that_fails_ends_the_run_with_its_words(model_path, tmp_path):
+    class Failing(StubEngine):
+        def wait(self, timeout):
+            if self.version >= 2:
+                raise EngineError("The worker died three times: out of memory.")
+            return super().wait(timeout)
+
+    engine = Failing(COMPLETE)
+    with pytest.raises(EngineError, match="out of memory"):
+        build(model_path, tmp_path, engine=engine).train()
+    assert engine.closed
+
+
+def test_a_stamp_above_the_trainers_version_is_refused(model_path, tmp_path):
+    class FromTheFuture(StubEngine):
+        def _rollouts(self, request):
+            rollouts = super()._rollouts(request)
+            rollouts[0].versions[-1] = self.version + 9
+            return rollouts
+
+    with pytest.raises(Exception, match="version"):
+        build(model_path, tmp_path, engine=FromTheFuture(COMPLETE)).train()
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_a_grpo_config_is_refused(model_path, tmp_path):
+    from trl import GRPOConfig
+
+    with pytest.raises(TypeError, match="pass an A3POConfig"):
+        A3POTrainer(model_path, reward, args=GRPOConfig(str(tmp_path), use_cpu=True), train_dataset=tiny_prompts())
+
+
+@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
+def test_multi_turn_is_refused_by_name(model_path, tmp_path, name):
+    args = A3POConfig(str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match=f"{name} is not supported"):
+        A3POTrainer(model_path, reward, args=args, train_dataset=tiny_prompts(), **{name: [print]})
+
+
+def test_a_dataset_without_prompts_is_refused(model_path, tmp_path):
+    with pytest.raises(ValueError, match="columns question, target, but no 'prompt'"):
+        build(model_path, tmp_path, train_dataset=tiny_prompts().rename_column("prompt", "question"))
+
+
+def test_a_dataset_smaller_than_a_batch_is_refused(model_path, tmp_path):
+    with pytest.raises(ValueError, match="8 rows, fewer than the 32 prompts"):
+        build(model_path, tmp_path, train_dataset=tiny_prompts(8), per_device_train_batch_size=64)
+
+
+def test_unknown_generation_kwargs_are_refused(model_path, tmp_path):
+    with pytest.raises(ValueError, match="num_beams"):
+        build(model_path, tmp_path, generation_kwargs={"num_beams": 4}).train()

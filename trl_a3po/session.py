@@ -1,0 +1,234 @@
+"""Putting a run together: from a trainer that is about to take its first batch to a queue that generates for it.
+
+Guarantees: whatever was started is closed again when a later part fails; the settings of `GRPOConfig` reach the engine
+with their meaning, or are refused; prompts come in GRPOTrainer's order for the same seed.
+"""
+
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from peft import PeftModel
+from torch import nn
+from transformers import GenerationConfig
+from trl.chat_template_utils import parse_response
+from trl.data_utils import is_conversational
+from trl.trainer.utils import RepeatSampler
+
+from trl_a3po.config import A3POConfig
+from trl_a3po.engines.embedded.engine import TransformersEngine
+from trl_a3po.engines.protocol import Engine, SamplingSettings
+from trl_a3po.publish.collect import collect_weights, policy_spec
+from trl_a3po.publish.merged import collect_merged, merged_spec
+from trl_a3po.publish.policy import WeightUpdate
+from trl_a3po.rollout.prompts import PromptStream
+from trl_a3po.rollout.queue import GenerationQueue
+from trl_a3po.rollout.records import Group
+from trl_a3po.rollout.rewards import RewardScorer
+from trl_a3po.rollout.takes import TakeClock
+
+MOST_SLOTS = 64
+GENERATION_KWARGS = {"min_new_tokens", "suppress_tokens", "eos_token_id"}
+
+
+class Session:
+    """Everything that runs beside one `train()` call: the engine, the queue and the reward functions' loop.
+
+    Starts with the trainer's current weights; `close` stops all of it.
+    """
+
+    def __init__(self, trainer):
+        args, version = trainer.args, trainer.state.global_step
+        clock = take_clock(trainer)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        sampling = sampling_settings(args, trainer.generation_config)
+        self._scorer = RewardScorer(
+            [None if isinstance(func, nn.Module) else func for func in trainer.reward_funcs],
+            trainer.reward_func_names,
+            CompletionDecoder(trainer.processing_class),
+            lambda: copy.copy(trainer.state),
+        )
+        self.engine = build_engine(args, trainer.accelerator.device)
+        self.queue = GenerationQueue(
+            engine=self.engine,
+            prompts=PromptStream(prompt_rows(trainer), lambda row: tokenize_prompt(trainer, row)),
+            score=self._scorer,
+            groups_per_batch=groups_per_batch(args),
+            num_rollouts=args.num_generations,
+            max_staleness=args.staleness_bound,
+            version_of_take=clock.version_of_take,
+            total_takes=clock.total_takes,
+            max_attempts=args.max_attempts,
+            stall_timeout=args.stall_timeout,
+        )
+        try:
+            self._merges = args.lora_sync == "merged" and isinstance(model, PeftModel)
+            dtype = engine_dtype(args, model, trainer.accelerator.mixed_precision)
+            spec = (merged_spec if self._merges else policy_spec)(model, dtype)
+            self.engine.start(spec, sampling, self._collect(model, version, complete=True))
+            self.published_version = version
+            self.queue.start(version)
+        except BaseException:
+            self.close()
+            raise
+
+    def publish(self, model: nn.Module, version: int) -> None:
+        """Have the engine sample from `model`, the trainer's unwrapped policy, as `version`."""
+        self.queue.publish(self._collect(model, version, complete=False))
+        self.published_version = version
+
+    def _collect(self, model: nn.Module, version: int, *, complete: bool) -> WeightUpdate:
+        return (collect_merged if self._merges else collect_weights)(model, version, complete=complete)
+
+    def close(self) -> None:
+        """Stop everything; idempotent."""
+        self.queue.close()
+        self.engine.close()
+        self._scorer.close()
+
+
+def take_clock(trainer) -> TakeClock:
+    """When this `train()` call takes its batches."""
+    args = trainer.args
+    streams = isinstance(trainer.train_dataset, IterableDataset)
+    return TakeClock(
+        micro_steps_per_take=args.steps_per_generation * trainer.num_iterations,
+        accumulation=args.gradient_accumulation_steps,
+        micro_steps_per_epoch=None if streams else len(trainer.callback_handler.train_dataloader),
+        first_version=trainer.state.global_step,
+        last_version=trainer.state.max_steps,
+    )
+
+
+def groups_per_batch(args: A3POConfig) -> int:
+    """B: the prompts of one generation batch."""
+    return args.generation_batch_size // args.num_generations
+
+
+def build_engine(args: A3POConfig, device: torch.device) -> Engine:
+    if not isinstance(args.engine, str):
+        return args.engine
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return TransformersEngine(
+        slots=args.engine_slots or min(args.generation_batch_size, MOST_SLOTS),
+        kv_on_publish=args.kv_on_publish,
+        deterministic=args.deterministic,
+        device=torch.device(args.engine_device) if args.engine_device else device,
+        threads=args.engine_threads or max(1, cores // 2),
+        max_restarts=args.engine_restarts,
+    )
+
+
+def engine_dtype(args: A3POConfig, model: nn.Module, mixed_precision: str) -> torch.dtype:
+    """The engine's dtype: as set, or that of the trainer's forward."""
+    if args.engine_dtype is not None:
+        return getattr(torch, args.engine_dtype)
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision, model.dtype)
+
+
+def sampling_settings(args: A3POConfig, generation_config: GenerationConfig) -> SamplingSettings:
+    """What TRL would generate with, for an engine.
+
+    Raises:
+        ValueError: `generation_kwargs` holds something the engine does not do, or that has a field of its own.
+    """
+    unknown = sorted(set(args.generation_kwargs or {}) - GENERATION_KWARGS)
+    if unknown:
+        raise ValueError(
+            f"generation_kwargs holds {', '.join(unknown)}, which the engine does not take from there: set what is a "
+            f"field of A3POConfig there, and keep only {', '.join(sorted(GENERATION_KWARGS))} in generation_kwargs."
+        )
+    stop = generation_config.eos_token_id
+    return SamplingSettings(
+        max_new_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        stop_token_ids=tuple([stop] if isinstance(stop, int) else stop),
+        suppress_token_ids=tuple(generation_config.suppress_tokens or ()),
+        min_new_tokens=generation_config.min_new_tokens or 0,
+        pad_token_id=generation_config.pad_token_id,
+        seed=args.seed,
+    )
+
+
+def check_dataset(args: A3POConfig, dataset: Dataset | IterableDataset) -> None:
+    """Raise `ValueError` for rows that cannot be prompts, and for fewer rows than one batch takes."""
+    if dataset.column_names is not None and "prompt" not in dataset.column_names:
+        raise ValueError(
+            f"train_dataset has the columns {', '.join(sorted(dataset.column_names))}, but no 'prompt': rename the "
+            "column that holds the prompt, as text or as a list of messages."
+        )
+    if dataset.column_names is not None and {"image", "images"} & set(dataset.column_names):
+        raise ValueError("train_dataset has images, which are not supported yet: remove the column.")
+    groups = groups_per_batch(args)
+    if isinstance(dataset, Dataset) and len(dataset) < groups:
+        raise ValueError(
+            f"train_dataset has {len(dataset)} rows, fewer than the {groups} prompts of one generation batch "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}): use more "
+            "rows or a smaller batch."
+        )
+
+
+def prompt_rows(trainer) -> Iterator[dict[str, Any]]:
+    """Dataset rows in GRPOTrainer's order, epoch after epoch; an incomplete last batch of an epoch is left out."""
+    args, dataset = trainer.args, trainer.train_dataset
+    groups = groups_per_batch(args)
+    if isinstance(dataset, IterableDataset):
+        yield from _streamed_rows(dataset.shuffle(seed=args.seed) if trainer.shuffle_dataset else dataset, groups)
+        return
+    sampler = RepeatSampler(
+        data_source=dataset, mini_repeat_count=1, batch_size=groups, shuffle=trainer.shuffle_dataset, seed=args.seed
+    )
+    while True:
+        for index in sampler:
+            yield dataset[index]
+
+
+def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, Any]]:
+    batches = 1
+    while batches:
+        batches, batch = 0, []
+        for row in dataset:
+            batch.append(row)
+            if len(batch) == groups:
+                yield from batch
+                batches, batch = batches + 1, []
+
+
+def tokenize_prompt(trainer, row: dict[str, Any]) -> list[int]:
+    """The prompt's tokens as TRL makes them.
+
+    Raises:
+        ValueError: the row has no `prompt`.
+    """
+    if "prompt" not in row:
+        raise ValueError(f"A row of train_dataset has the columns {', '.join(sorted(row))}, but no 'prompt'.")
+    prompt_ids, _, _ = trainer._tokenize_prompts([row["prompt"]])
+    return list(prompt_ids[0])
+
+
+class CompletionDecoder:
+    """Group -> completions as reward functions receive them: text, or one assistant message each.
+
+    It works on a copy of the tokenizer, because the reward thread and the training loop decode at the same time.
+    """
+
+    def __init__(self, tokenizer):
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._parses = any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
+
+    def __call__(self, group: Group) -> list[Any]:
+        completion_ids = [rollout.token_ids for rollout in group.rollouts]
+        if not is_conversational({"prompt": group.prompt.example["prompt"]}):
+            return self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        if self._parses:
+            prefix = group.prompt.token_ids
+            return [[parse_response(self._tokenizer, ids, prefix=prefix)] for ids in completion_ids]
+        contents = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        return [[{"role": "assistant", "content": content}] for content in contents]

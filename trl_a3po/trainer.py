@@ -1,0 +1,266 @@
+"""`A3POTrainer`: TRL's `GRPOTrainer` fed by an engine that runs ahead of training.
+
+Thin hooks around `super()`, in the order a batch meets them:
+
+- `_prepare_inputs`: at the first micro-step of a generation batch, publish the weights, then take the batch;
+- `_generate_single_turn` and `_calculate_rewards`: hand TRL the completions and rewards that are already there;
+- `_generate_and_score_completions`: add each token's version and staleness to TRL's batch;
+- `_get_per_token_logps_and_entropies` inside `_compute_loss`: from TRL's only forward pass, give TRL's loss the
+  objective's anchor as `old_per_token_logps` and its weight on the advantages.
+
+Guarantees: rewards, advantages, losses, normalisers, KL, entropy terms and logging stay TRL's; no second forward of
+the policy except for `proximal_method="recompute"`; no maths and no threads here.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import ProcessorMixin
+from trl import GRPOTrainer
+
+from trl_a3po import objectives
+from trl_a3po._compat import check_trl_hooks
+from trl_a3po.config import A3POConfig
+from trl_a3po.objectives import token_staleness
+from trl_a3po.rollout.records import Group
+from trl_a3po.session import Session, check_dataset
+
+check_trl_hooks(GRPOTrainer)
+
+
+class A3POTrainer(GRPOTrainer):
+    """
+    Trainer for asynchronous RL with staleness-aware policy optimization (A-3PO, arXiv 2512.06547).
+
+    The arguments are those of [`~trl.GRPOTrainer`], with `args` an [`A3POConfig`]. Generation starts with
+    [`~A3POTrainer.train`] and stops when it returns or raises.
+
+    Raises:
+        ValueError: what asynchronous generation does not support: tools, environments, `rollout_func`, multimodal
+            models, several processes.
+        EngineError: the engine cannot sample any more.
+        RewardError: a reward function raised or returned something else than one number per completion.
+        StallError: nothing moved for `stall_timeout` seconds; the message says who waits for whom.
+    """
+
+    _tag_names: ClassVar = ["trl", "grpo", "a3po"]
+    _name = "A3PO"
+    _paper: ClassVar = {
+        "title": "A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy Approximation",
+        "id": "2512.06547",
+    }
+
+    def __init__(self, model, reward_funcs=None, args: A3POConfig | None = None, *arguments, **options):
+        args = args if args is not None else A3POConfig("trainer_output")
+        _refuse_unsupported(args, options)
+        super().__init__(model, reward_funcs, args, *arguments, **options)
+        if isinstance(self.processing_class, ProcessorMixin):
+            raise ValueError(
+                f"processing_class is a {type(self.processing_class).__name__}: multimodal models are not supported "
+                "yet. Pass a text model and its tokenizer."
+            )
+        check_dataset(args, self.train_dataset)
+        self._session: Session | None = None
+        self._taken: list[Group] | None = None
+        self._loss_inputs: dict[str, Any] | None = None
+        self._objective_stats: Any | None = None
+
+    # --- a run's beginning and end ------------------------------------------------------------------------------
+
+    def train(self, *args, **kwargs):
+        # Half-used batches of an interrupted run carry the versions of that run.
+        self._step, self._buffered_inputs = 0, None
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop generating and free the engine. Called at the end of `train`; idempotent."""
+        session, self._session, self._taken = self._session, None, None
+        if session is not None:
+            session.close()
+
+    # --- taking a batch -----------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch):
+        if self.model.training and self._starts_generation_batch():
+            generation_batch = self._take()
+        return super()._prepare_inputs(generation_batch)
+
+    def _starts_generation_batch(self) -> bool:
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        return self._step % generate_every == 0 or self._buffered_inputs is None
+
+    def _take(self) -> list[dict[str, Any]]:
+        """Publish, then take a batch: its rows, one per rollout, stand in for the dataloader's."""
+        version = self.state.global_step
+        started = time.perf_counter()
+        if self._session is None:
+            self._session = Session(self)
+        elif version - self._session.published_version >= self.args.weight_sync_steps:
+            self._session.publish(self.accelerator.unwrap_model(self.model), version)
+        published = time.perf_counter()
+        self._taken = self._session.queue.take(version)
+        self._log_take(published - started, time.perf_counter() - published)
+        return [dict(group.prompt.example) for group in self._taken for _ in group.rollouts]
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if self._taken is None:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        expected = [group.prompt.token_ids for group in self._taken for _ in group.rollouts]
+        if [list(ids) for ids in prompt_ids] != expected:
+            raise RuntimeError(
+                "The prompts of the batch tokenise differently now than when they were submitted to the engine: the "
+                "tokenizer or chat template must not change during training."
+            )
+        rollouts = [rollout for group in self._taken for rollout in group.rollouts]
+        return [list(rollout.token_ids) for rollout in rollouts], [list(rollout.logps) for rollout in rollouts]
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        if self._taken is None:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        replay_logs(self._taken, self._log_completion_extra, self._log_metric)
+        reward_funcs = self.reward_funcs
+        self.reward_funcs = [
+            func if isinstance(func, nn.Module) else replayed_rewards(self._taken, column)
+            for column, func in enumerate(reward_funcs)
+        ]
+        try:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        finally:
+            self.reward_funcs = reward_funcs
+
+    def _generate_and_score_completions(self, inputs):
+        if self._taken is None:
+            return super()._generate_and_score_completions(inputs)
+        with self._old_logps_only_if(self.args.proximal_method == "recompute"):
+            batch = super()._generate_and_score_completions(inputs)
+        versions = torch.full(batch["completion_ids"].shape, -1, dtype=torch.int32)
+        for row, rollout in enumerate(rollout for group in self._taken for rollout in group.rollouts):
+            versions[row, : len(rollout.versions)] = torch.tensor(rollout.versions, dtype=torch.int32)
+        self._taken = None
+        batch["behavior_versions"] = versions.to(batch["completion_ids"].device)
+        batch["staleness"] = token_staleness(batch["behavior_versions"], self.state.global_step)
+        return batch
+
+    @contextmanager
+    def _old_logps_only_if(self, wanted: bool) -> Iterator[None]:
+        """TRL runs a forward for the old log-probs when accumulation and generation are not aligned; inside
+        `_generate_and_score_completions` these two numbers decide nothing else."""
+        steps, iterations = self.args.steps_per_generation, self.num_iterations
+        misaligned = self.args.gradient_accumulation_steps + 1
+        self.args.steps_per_generation, self.num_iterations = (misaligned if wanted else 1), 1
+        try:
+            yield
+        finally:
+            self.args.steps_per_generation, self.num_iterations = steps, iterations
+
+    # --- the loss -----------------------------------------------------------------------------------------------
+
+    def _compute_loss(self, model, inputs):
+        if "behavior_versions" not in inputs:
+            return super()._compute_loss(model, inputs)
+        inputs = self._loss_inputs = dict(inputs)
+        try:
+            loss = super()._compute_loss(model, inputs)
+            if self._loss_inputs is not None:
+                raise RuntimeError(
+                    "GRPOTrainer._compute_loss did not ask for log-probs: the objective was not applied."
+                )
+        finally:
+            self._loss_inputs = None
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, *args, **kwargs):
+        outputs = super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
+        # Once per loss: TRL reads the anchor and the advantages after this call.
+        inputs, self._loss_inputs = self._loss_inputs, None
+        if inputs is not None:
+            anchor, weight, stats = self._objective(outputs[0], inputs)
+            inputs["old_per_token_logps"] = anchor
+            inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weight
+            self._objective_stats = stats if self._objective_stats is None else self._objective_stats + stats
+        return outputs
+
+    def _objective(self, policy_logps: torch.Tensor, inputs: dict[str, Any]):
+        """`(anchor_logps, weight, stats)` of the configured objective for one micro-batch."""
+        args, staleness, advantages = self.args, inputs["staleness"], inputs["advantages"]
+        behavior_logps, mask = inputs["sampling_per_token_logps"], inputs["completion_mask"]
+        if args.objective == "asympo":
+            return objectives.asympo_anchor(
+                policy_logps, behavior_logps, staleness, advantages, mask, min_scale=args.asympo_min_scale
+            )
+        if args.objective == "spo":
+            return objectives.spo_anchor(
+                policy_logps, behavior_logps, staleness, advantages, mask, negative_scale=args.spo_negative_scale
+            )
+        return objectives.decoupled_anchor(
+            policy_logps,
+            behavior_logps,
+            staleness,
+            advantages,
+            mask,
+            proximal_method=args.proximal_method,
+            recomputed_logps=inputs.get("old_per_token_logps"),
+            fresh=args.fresh_proximal,
+            weight_cap=args.behavior_weight_cap,
+            weight_mode=args.behavior_weight_mode,
+            weight_level=args.behavior_weight_level,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+        )
+
+    # --- metrics ------------------------------------------------------------------------------------------------
+
+    def _log_take(self, publish_seconds: float, wait_seconds: float) -> None:
+        metrics = self._metrics["train"]
+        status, engine = self._session.queue.status(), self._session.engine.stats()
+        metrics["a3po/time/publish"].append(publish_seconds)
+        metrics["a3po/time/wait"].append(wait_seconds)
+        metrics["a3po/time/reward"].append(sum(group.score.seconds for group in self._taken))
+        metrics["a3po/queue/ready"].append(float(status.ready))
+        metrics["a3po/queue/outstanding"].append(float(status.outstanding))
+        metrics["a3po/engine/tokens_per_second"].append(engine.tokens / max(engine.busy_seconds, 1e-9))
+        metrics["a3po/engine/restarts"].append(float(engine.restarts))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.model.training and self._objective_stats is not None:
+            stats, self._objective_stats = self._objective_stats, None
+            for name, value in stats.metrics().items():
+                self._metrics["train"][name].append(value)
+        super().log(logs, start_time)
+
+
+def replayed_rewards(groups: list[Group], column: int) -> Callable[..., list[float]]:
+    """A reward function that returns what one of the user's functions has already returned for these groups."""
+    rewards = [row[column] for group in groups for row in group.score.rewards]
+    return lambda **kwargs: rewards
+
+
+def replay_logs(groups: list[Group], log_extra: Callable, log_metric: Callable) -> None:
+    """Pass on what reward functions recorded, in row order; rows without a value for a column get `None`."""
+    for column in sorted({column for group in groups for column in group.score.extra_columns}):
+        for group in groups:
+            log_extra(column, group.score.extra_columns.get(column, [None] * len(group.rollouts)))
+    for group in groups:
+        for name, value in group.score.metrics:
+            log_metric(name, value)
+
+
+def _refuse_unsupported(args: A3POConfig, options: dict[str, Any]) -> None:
+    if not isinstance(args, A3POConfig):
+        raise TypeError(f"args is a {type(args).__name__}: pass an A3POConfig, which takes every field of GRPOConfig.")
+    for name, instead in (
+        ("tools", "train without tools"),
+        ("rollout_func", "pass an `engine` object in A3POConfig"),
+        ("environment_factory", "put the prompts into `train_dataset` and the score into `reward_funcs`"),
+    ):
+        if options.get(name):
+            raise ValueError(f"{name} is not supported in asynchronous generation yet: {instead}, or use GRPOTrainer.")
+    if args.world_size > 1:
+        raise ValueError(f"{args.world_size} processes were launched, but this version trains in one: launch one.")
