@@ -32,7 +32,7 @@ class FakeEngine:
     """Groups finish after a random delay, with versions from the one published when they began to the current one.
 
     `delay(request)` in seconds; `fails(request)` -> a reason or `None`; `dies` is the chance that a `wait` loses every
-    outstanding request. `error`, once set, is what `wait` raises; `blocked`, once set, makes `wait` hang until cleared.
+    outstanding request. `error`, once set, is what `wait` raises; `hangs`, once set, makes `wait` hang until `close`.
     """
 
     def __init__(self, *, delay=lambda request: 0.0, fails=lambda request: None, dies=0.0, seed=0, version=0):
@@ -40,6 +40,7 @@ class FakeEngine:
         self.version = version
         self.error = None
         self.hangs = threading.Event()
+        self.hanging = threading.Event()
         self.released = threading.Event()
         self.submitted = []  # (request, version published when it arrived), in order
         self.cancelled = []
@@ -58,6 +59,7 @@ class FakeEngine:
 
     def wait(self, timeout):
         if self.hangs.is_set():
+            self.hanging.set()
             self.released.wait()
         if self.error is not None:
             raise self.error

@@ -1,6 +1,6 @@
 import pytest
-from queue_fakes import make_prompts
 
+from tests.rollout.queue_fakes import make_prompts
 from trl_a3po.rollout.prompts import PromptStream
 
 

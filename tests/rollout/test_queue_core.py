@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queue_fakes import make_prompts, make_rollout, zero_score
 
+from tests.rollout.queue_fakes import make_prompts, make_rollout, zero_score
 from trl_a3po.engines.protocol import GroupFailed, GroupFinished
 from trl_a3po.errors import EngineError, StallError
 from trl_a3po.rollout.admission import TakePlan, starves
@@ -151,7 +151,9 @@ class Simulation:
         if self.random.random() < self.run.fail:
             self.core.engine_event(GroupFailed(request_id, "lost"))
         else:
-            finish(self.core, request_id, sorted(self.random.randint(submitted, self.engine_version) for _ in range(3)))
+            finish(
+                self.core, request_id, sorted(self.random.randint(submitted, self.engine_version) for _ in range(3))
+            )
 
     def reward(self):
         if self.scoring is None:
@@ -218,6 +220,26 @@ def test_the_random_runs_overtake_stragglers_now_and_then():
     simulation = Simulation(run).play()
     assert len(simulation.overtaken) > 20
     assert simulation.core.outcomes().count_attempts("failed") > 20
+
+
+def test_a_straggler_a_hundred_times_slower_is_overtaken_and_trained_in_bound():
+    """Time in ticks: prompt 0 takes a hundred, every other one; the trainer takes whenever it may."""
+    core, started, taken_at, overtaken = make_core(bound=3, takes=8), {}, {}, False
+    for tick in range(1000):
+        started |= {request: tick for request in core.submissions()}
+        for request in [r for r, begun in started.items() if tick - begun >= (100 if r.noise_key == 0 else 1)]:
+            del started[request]
+            finish(core, request.request_id, versions=[core.published_version])
+        score_all(core)
+        if core.end is None:
+            core.published(core.next_take)
+            core.prompts.fill(core.prompts_wanted)
+            for group in core.try_take(core.next_take) or []:
+                taken_at[group.prompt.index] = core.next_take - 1
+                overtaken |= 0 not in taken_at
+    assert len(taken_at) == 16
+    assert overtaken
+    assert taken_at[0] == 3
 
 
 def test_a_retry_keeps_its_place_and_its_noise_and_takes_the_new_version():
