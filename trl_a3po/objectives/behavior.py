@@ -48,7 +48,6 @@ def behavior_weight(
         ValueError: an unknown mode or level, a cap that is not above 1, shapes that do not match.
     """
     check_cap(cap, mode)
-    check_option("level", level, WEIGHT_LEVELS)
     check_shapes(mask, proximal_logps=proximal_logps, behavior_logps=behavior_logps)
     mask = mask.bool()
     lp, lb = blank(mask, *upcast(proximal_logps, behavior_logps))
@@ -58,6 +57,7 @@ def behavior_weight(
 
 def at_level(log_ratio: torch.Tensor, mask: torch.Tensor, level: WeightLevel) -> torch.Tensor:
     """Blanked `(B, T)` log-ratios -> themselves, or `(B, 1)`: the log of their geometric mean (GSPO, 2507.18071)."""
+    check_option("level", level, WEIGHT_LEVELS)
     return log_ratio if level == "token" else row_mean(log_ratio, mask)
 
 

@@ -7,8 +7,8 @@ Guarantees: the only path of the gradient is the current log-prob inside `r`; be
 
 import torch
 
-from trl_a3po.objectives.behavior import WeightLevel, WeightMode, at_level, behavior_weight, is_capped
-from trl_a3po.objectives.inputs import blank, check_option, check_shapes, upcast
+from trl_a3po.objectives.behavior import WeightLevel, WeightMode, apply_cap, at_level, check_cap, is_capped
+from trl_a3po.objectives.inputs import blank, check_option, check_shapes, staleness_inside, upcast
 from trl_a3po.objectives.proximal import PROXIMAL_METHODS, proximal_logps
 from trl_a3po.objectives.staleness import Fresh, interpolation_weight
 from trl_a3po.objectives.stats import DecoupledStats
@@ -45,17 +45,18 @@ def decoupled_loss(
     Raises:
         ValueError: an unknown mode or level, a cap that is not above 1, shapes that do not match.
     """
+    check_cap(weight_cap, weight_mode)
     check_shapes(
         mask, advantages, policy_logps=policy_logps, behavior_logps=behavior_logps, proximal_logps=proximal_logps
     )
     mask = mask.bool()
     lt, lb, lp = blank(mask, *upcast(policy_logps, behavior_logps, proximal_logps.detach()))
-    w, _ = behavior_weight(lp, lb, mask, cap=weight_cap, mode=weight_mode, level=weight_level)
+    ratios = _ratios(lt, lb, lp, mask, weight_level)
+    w = apply_cap(ratios["w"], weight_cap, weight_mode)
     r = torch.exp(at_level(lt - lp, mask, weight_level))
     A = advantages.to(lt.dtype).unsqueeze(1)
     loss = -w * torch.min(r * A, r.clamp(1 - epsilon_low, 1 + epsilon_high) * A)
 
-    ratios = _ratios(lt, lb, lp, mask, weight_level)
     events = _events(ratios, A, epsilon_low, epsilon_high, weight_cap, weight_mode)
     return torch.where(mask, loss, 0), DecoupledStats.of(ratios | events, mask)
 
@@ -102,19 +103,20 @@ def decoupled_anchor(
     """
     check_option("proximal_method", proximal_method, (*PROXIMAL_METHODS, "recompute"))
     _check_recomputed(proximal_method, recomputed_logps)
+    check_cap(weight_cap, weight_mode)
     check_shapes(mask, advantages, policy_logps=policy_logps, behavior_logps=behavior_logps, staleness=staleness)
     mask = mask.bool()
     lt, lb = blank(mask, *upcast(policy_logps, behavior_logps))
-    d = torch.where(mask, staleness, 0)
+    d = staleness_inside(mask, staleness)
 
     if proximal_method == "recompute":
         check_shapes(mask, recomputed_logps=recomputed_logps)
         (lp,) = blank(mask, recomputed_logps.to(lt.dtype))
     else:
         lp = proximal_logps(lb, lt, d, proximal_method, fresh)
-    w, _ = behavior_weight(lp, lb, mask, cap=weight_cap, mode=weight_mode, level=weight_level)
-
     ratios = _ratios(lt, lb, lp, mask, weight_level)
+    w = apply_cap(ratios["w"], weight_cap, weight_mode)
+
     events = _events(ratios, advantages.unsqueeze(1), epsilon_low, epsilon_high, weight_cap, weight_mode)
     if proximal_method in ("loglinear", "linear"):
         events["interpolation_weight"] = interpolation_weight(d, fresh)

@@ -40,6 +40,18 @@ def blank(mask: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...
     return tuple(torch.where(mask, tensor, 0) for tensor in tensors)
 
 
+def staleness_inside(mask: torch.Tensor, staleness: torch.Tensor) -> torch.Tensor:
+    """`staleness` with 0 outside the boolean mask. Raises `ValueError` when it is negative inside."""
+    (inside,) = blank(mask, staleness)
+    youngest = int(inside.min())
+    if youngest < 0:
+        raise ValueError(
+            f"staleness holds {youngest} inside the mask, but no token can be newer than the policy: compute it with "
+            "token_staleness, from versions aligned with the completion tokens."
+        )
+    return inside
+
+
 def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`(B, T)` blanked values -> `(B, 1)`, their mean over the row's tokens; 0 for a row without tokens."""
     return values.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)

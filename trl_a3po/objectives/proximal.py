@@ -15,7 +15,6 @@ ProximalMethod = Literal["loglinear", "linear", "behavior", "reuse"]
 PROXIMAL_METHODS = ("loglinear", "linear", "behavior", "reuse")
 
 
-@torch.no_grad()
 def proximal_logps(
     behavior_logps: torch.Tensor,
     policy_logps: torch.Tensor,
@@ -39,11 +38,11 @@ def proximal_logps(
         `lp`, `(B, T)`, detached, fp32 or float64.
     """
     check_option("method", method, PROXIMAL_METHODS)
-    lb, lt = upcast(behavior_logps, policy_logps)
+    lb, lt = upcast(behavior_logps.detach(), policy_logps.detach())
     if method == "behavior":
         return lb
     if method == "reuse":
-        return lt.detach()
+        return lt
     a = interpolation_weight_as(lt.dtype, staleness, fresh)
     if method == "loglinear":
         return torch.lerp(lb, lt, a)

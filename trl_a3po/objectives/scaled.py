@@ -12,7 +12,7 @@ Guarantees: `C_g` carries no gradient. A row without tokens contributes 0 and st
 import torch
 
 from trl_a3po.objectives.decoupled import anchor_outside
-from trl_a3po.objectives.inputs import blank, check_shapes, row_mean, upcast
+from trl_a3po.objectives.inputs import blank, check_shapes, row_mean, staleness_inside, upcast
 from trl_a3po.objectives.stats import ScaleStats
 
 
@@ -139,8 +139,8 @@ def _asympo_coefficient(S: torch.Tensor, min_scale: float) -> torch.Tensor:
 def _spo_coefficient(A: torch.Tensor, negative_scale: float) -> torch.Tensor:
     if not 0 <= negative_scale <= 1:
         raise ValueError(
-            f"negative_scale={negative_scale} would turn or amplify the negative rows, which SPO weakens: set a number "
-            "from 0 to 1, such as 0.2."
+            f"negative_scale={negative_scale} would turn or amplify the negative rows, which SPO weakens: set a "
+            "number from 0 to 1, such as 0.2."
         )
     return torch.where(A >= 0, torch.ones_like(A), negative_scale)
 
@@ -152,7 +152,7 @@ def _anchor(policy_logps: torch.Tensor, C: torch.Tensor, mask: torch.Tensor) -> 
 
 def _oldest(staleness: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     check_shapes(mask, staleness=staleness)
-    return torch.where(mask.bool(), staleness, 0).amax(-1)
+    return staleness_inside(mask.bool(), staleness).amax(-1)
 
 
 def _stats(

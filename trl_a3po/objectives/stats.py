@@ -34,11 +34,7 @@ class Tally:
     @classmethod
     @torch.no_grad()
     def of(cls, values: dict[str, torch.Tensor], mask: torch.Tensor, staleness: torch.Tensor | None = None) -> Self:
-        """Tally the entries of `values` that the boolean `mask` keeps; all tensors have the mask's shape.
-
-        Raises:
-            ValueError: a staleness inside the mask is negative.
-        """
+        """Tally the entries of `values` that the boolean `mask` keeps; all tensors have the mask's shape."""
         # Sums over a long run of tokens need more than fp32, which is all that MPS has.
         dtype = torch.float32 if mask.device.type == "mps" else torch.float64
         table = torch.stack([value.detach().to(dtype) for value in values.values()])
@@ -195,11 +191,5 @@ class _Column:
 
 def _staleness_columns(staleness: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     """One mask per staleness value, 0 to the largest."""
-    low, high = torch.where(mask, staleness, 0).aminmax()
-    low, high = torch.stack([low, high]).tolist()
-    if low < 0:
-        raise ValueError(
-            f"staleness holds {low} inside the mask: a token cannot be newer than the policy. Compute it with "
-            "token_staleness, from versions aligned with the completion tokens."
-        )
-    return [mask & (staleness == d) for d in range(high + 1)]
+    largest = int(torch.where(mask, staleness, 0).max())
+    return [mask & (staleness == d) for d in range(largest + 1)]
