@@ -10,15 +10,15 @@ from trl_a3po.publish.merged import collect_merged, merged_spec
 from trl_a3po.publish.policy import WeightUpdate
 from trl_a3po.publish.replica import build_replica, load_update, named_weights
 
-SHAPE = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def llama(tied: bool) -> LlamaForCausalLM:
@@ -160,20 +160,20 @@ def test_a_complete_update_without_one_name_raises_and_changes_nothing():
     perturb(model)
     tensors = collect_weights(model, 1, complete=True).tensors
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(ValueError, match="lacks 'model.layers.1.mlp.up_proj.weight'"):
+    with pytest.raises(ValueError, match=r"lacks 'model\.layers\.1\.mlp\.up_proj\.weight'"):
         load_update(replica, WeightUpdate(1, tensors))
     assert torch.equal(logps(replica), before)
 
 
 def test_an_unknown_name_raises():
     replica = replica_of(llama(True))
-    with pytest.raises(ValueError, match="'lm_head.weight', which the engine's replica does not have"):
+    with pytest.raises(ValueError, match=r"'lm_head\.weight', which the engine's replica does not have"):
         load_update(replica, WeightUpdate(1, {"lm_head.weight": torch.zeros(61, 32)}, complete=False))
 
 
 def test_another_shape_raises():
     replica = replica_of(llama(True))
-    with pytest.raises(ValueError, match=r"shape \(3,\) for 'model.norm.weight'"):
+    with pytest.raises(ValueError, match=r"shape \(3,\) for 'model\.norm\.weight'"):
         load_update(replica, WeightUpdate(1, {"model.norm.weight": torch.zeros(3)}, complete=False))
 
 
@@ -206,5 +206,5 @@ def test_an_incomplete_merged_update_leaves_out_what_is_frozen():
 def test_a_quantised_model_is_refused():
     model = llama(False)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.int8), requires_grad=False)
-    with pytest.raises(ValueError, match="'lm_head.weight' is stored as torch.int8"):
+    with pytest.raises(ValueError, match=r"'lm_head\.weight' is stored as torch\.int8"):
         policy_spec(model, torch.float32)

@@ -72,10 +72,7 @@ def _walk(module: nn.Module, path: str, adapter: str) -> Iterator[tuple[str, tor
         trained = adapter in module.modules_to_save
         yield from _walk(module.modules_to_save[adapter] if trained else module.original_module, path, adapter)
     elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-        raise ValueError(
-            f'lora_sync="merged" cannot merge {path!r}, a {type(module).__name__}: only LoRA and DoRA on linear and '
-            'embedding layers, and modules_to_save, can be merged. Use lora_sync="adapter".'
-        )
+        raise _cannot_merge(module, path)
     else:
         for name, tensor in _own(module):
             yield f"{path}{name}", tensor, _as_is(tensor)
@@ -119,3 +116,10 @@ def _merged_bias(layer: Linear, adapter: str) -> torch.Tensor:
 def _plain(path: str) -> str:
     """The path of an adapted module in the plain base model."""
     return ".".join(part for part in path.split(".") if part not in ("base_layer", "original_module"))
+
+
+def _cannot_merge(module: nn.Module, path: str) -> ValueError:
+    return ValueError(
+        f'lora_sync="merged" cannot merge {path.rstrip(".")!r}, a {type(module).__name__}: only LoRA and DoRA on '
+        'linear and embedding layers, and modules_to_save, can be merged. Use lora_sync="adapter".'
+    )

@@ -1,0 +1,133 @@
+"""One worker process as its parent sees it: how it is started, its last words, its end.
+
+Guarantees: the worker inherits the parent's environment and import path but no part of a distributed job's identity;
+what it prints is kept (the last 8 KiB) and not shown; `bury` leaves no zombie and no open file.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+from trl_a3po.engines.embedded.channel import Channel
+
+_TAIL = 8192
+
+# What torchrun, accelerate and deepspeed tell a rank about itself. A worker is no rank.
+_RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CROSS_RANK",
+    "CROSS_SIZE",
+)
+_RANK_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "DEEPSPEED_", "PET_", "OMPI_", "PMI_")
+
+
+class WorkerProcess:
+    """A started worker. `channel` is our end of its socket, `output_fd` what it prints (non-blocking).
+
+    Start it from a thread that outlives it: Linux ends the worker when the thread that started it ends.
+    """
+
+    def __init__(self, *, inherit_fds: tuple[int, ...], threads: int | None):
+        ours, theirs = socket.socketpair()
+        self.output_fd, output = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",  # the folder we stand in must not shadow a library
+                    "-m",
+                    "trl_a3po.engines.embedded.worker",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(theirs.fileno(), *inherit_fds),
+                env=worker_environment(threads),
+                start_new_session=True,  # Ctrl-C is for the trainer, which then closes the engine
+            )
+        finally:
+            theirs.close()
+            os.close(output)
+        os.set_blocking(self.output_fd, False)
+        self.channel = Channel(ours)
+        self._tail = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def read_output(self) -> bool:
+        """Keep what was printed since the last call; `False` when there will be no more."""
+        while True:
+            try:
+                chunk = os.read(self.output_fd, 65536)
+            except BlockingIOError:
+                return True
+            if not chunk:
+                return False
+            self._tail = (self._tail + chunk)[-_TAIL:]
+
+    @property
+    def last_words(self) -> str:
+        return self._tail.decode(errors="replace").strip()
+
+    def bury(self, grace: float) -> str:
+        """End the process if it does not within `grace` seconds, free what it held, and say how it ended."""
+        try:
+            self._process.wait(grace)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._process.wait()
+        self.read_output()
+        os.close(self.output_fd)
+        self.channel.close()
+        return _how_it_ended(self._process.returncode)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+
+def worker_environment(threads: int | None) -> dict[str, str]:
+    """Environment of a worker: ours, without a rank's identity, with our import path, quiet."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIXES)
+    }
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONWARNINGS": "ignore",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+    }
+    if threads is not None:
+        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return environment
+
+
+def _how_it_ended(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    name = signal.Signals(-returncode).name
+    hint = ", which is also what the system does when memory runs out" if name == "SIGKILL" else ""
+    return f"{name}{hint}"

@@ -1,0 +1,125 @@
+"""The memory that carries weights from the trainer to the worker: one buffer, written by one, read by the other.
+
+Guarantees: the buffer always has a place for every weight and keeps the last ones written, so a worker that starts
+late loads all of them from it; nothing touches a disk, and nothing is left behind, however either process ends: on
+the host it is anonymous memory that lives as long as a process has it open, on a GPU an allocation of the trainer's.
+
+Whoever writes must know that nobody reads: the engine sees to that.
+"""
+
+import mmap
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+
+from trl_a3po.publish.policy import WeightUpdate
+
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one weight lies in the buffer, in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    size: int
+
+
+class Staging:
+    """The trainer's side.
+
+    Args:
+        update: a complete update; it fixes names and shapes, and is written at once, which also touches every page.
+        dtype: what floating-point weights are stored in, the replica's dtype.
+        device: where the replica lives.
+    """
+
+    def __init__(self, update: WeightUpdate, dtype: torch.dtype, device: torch.device):
+        self.places = _places(update, dtype)
+        size = max(_ALIGNMENT, self.places[-1].start + self.places[-1].size if self.places else 0)
+        self._device = device
+        self._fd: int | None = None
+        if device.type == "cuda":
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        else:
+            self._fd = _anonymous_file(size)
+            self._buffer = _map(self._fd, size)
+        self._views = _views(self._buffer, self.places)
+        self.write(update)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {place.name: place.shape for place in self.places}
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """File descriptors the worker's process must inherit."""
+        return () if self._fd is None else (self._fd,)
+
+    def handle(self) -> tuple[Any, ...]:
+        """What `attach` needs in the worker; one handle for each worker."""
+        source = (self._fd, self._buffer.numel()) if self._fd is not None else reduce_tensor(self._buffer)
+        return (*source, self.places)
+
+    @torch.no_grad()
+    def write(self, update: WeightUpdate) -> int:
+        """Copy the tensors in; the number of bytes written. They have arrived when this returns."""
+        for name, tensor in update.tensors.items():
+            self._views[name].copy_(tensor)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return sum(self._views[name].nbytes for name in update.tensors)
+
+    def close(self) -> None:
+        self._views = {}
+        self._buffer = torch.empty(0)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def attach(handle: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+    """The worker's side: name -> view of the buffer."""
+    opener, argument, places = handle
+    buffer = _map(opener, argument) if isinstance(opener, int) else opener(*argument)
+    return _views(buffer, places)
+
+
+def _places(update: WeightUpdate, dtype: torch.dtype) -> tuple[Place, ...]:
+    places, start = [], 0
+    for name, tensor in update.tensors.items():
+        stored = dtype if tensor.is_floating_point() else tensor.dtype
+        size = tensor.numel() * stored.itemsize
+        places.append(Place(name, tuple(tensor.shape), stored, start, size))
+        start += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return tuple(places)
+
+
+def _views(buffer: torch.Tensor, places: tuple[Place, ...]) -> dict[str, torch.Tensor]:
+    return {
+        place.name: buffer[place.start : place.start + place.size].view(place.dtype).view(place.shape)
+        for place in places
+    }
+
+
+def _anonymous_file(size: int) -> int:
+    if sys.platform == "linux":
+        fd = os.memfd_create("trl_a3po_weights")
+    else:  # elsewhere the nearest thing is an open file without a name
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.truncate(fd, size)
+    return fd
+
+
+def _map(fd: int, size: int) -> torch.Tensor:
+    # The tensor keeps the mapping alive; the mapping is unmapped with it.
+    return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)

@@ -1,0 +1,137 @@
+"""The worker's process: `python -m trl_a3po.engines.embedded.worker SOCKET PARENT`, started by the engine alone.
+
+Guarantees: messages are taken in order, between decode steps, so a request behind a `load` is sampled from those
+weights or newer; a request that cannot be served fails alone; the process ends when its parent does; whatever kills
+it is printed last.
+
+Messages in: `setup`, `load`, `submit`, `cancel`. Messages out: `built`, `loaded`, `events`, `progress`.
+"""
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from trl_a3po.engines.embedded.channel import Channel
+
+HEARTBEAT = 0.5
+"""Seconds between two `progress` messages, at most one decode step more."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What does not change while a worker lives."""
+
+    spec: Any
+    sampling: Any
+    device: str
+    threads: int | None
+    decoder: dict[str, Any]
+
+
+def main() -> None:
+    _end_with_parent(int(sys.argv[2]))
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        _serve(channel)
+    except EOFError:
+        code = 0  # the engine closed its side
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing to tidy up, and the teardown of a CUDA context takes seconds
+
+
+def _serve(channel: Channel) -> None:
+    # Imports of several seconds come after `_end_with_parent`.
+    import torch
+
+    from trl_a3po.engines.embedded.decoder import SlotDecoder
+    from trl_a3po.engines.embedded.staging import attach
+    from trl_a3po.engines.protocol import GroupFailed
+    from trl_a3po.publish.policy import WeightUpdate
+    from trl_a3po.publish.replica import build_replica, load_update
+
+    inbox: deque = deque()
+
+    def next_message() -> Any:
+        while not inbox:
+            channel.poll(3600)
+            inbox.extend(channel.receive())
+        return inbox.popleft()
+
+    def load(version: int, names: tuple[str, ...] | None) -> None:
+        tensors = views if names is None else {name: views[name] for name in names}
+        load_update(model, WeightUpdate(version, tensors, complete=names is None))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    _, payload, handle = next_message()
+    setup: Setup = pickle.loads(payload)
+    device = torch.device(setup.device)
+    if setup.threads is not None:
+        torch.set_num_threads(setup.threads)
+    model = build_replica(setup.spec, device)
+    views = attach(handle)
+    channel.send(("built",))
+
+    _, version, _ = next_message()
+    load(version, None)
+    decoder = SlotDecoder(model, setup.sampling, version=version, device=device, **setup.decoder)
+    channel.send(("loaded", version))
+
+    busy_seconds = 0.0
+    reported = time.monotonic()
+    while True:
+        if not inbox and channel.poll(0.0 if not decoder.idle else HEARTBEAT):
+            inbox.extend(channel.receive())
+        events: list = []
+        while inbox:
+            match inbox.popleft():
+                case ("submit", requests):
+                    for request in requests:
+                        try:
+                            decoder.submit(request)
+                        except ValueError as error:
+                            events.append(GroupFailed(request.request_id, str(error)))
+                case ("cancel", request_ids):
+                    decoder.cancel(request_ids)
+                case ("load", version, names):
+                    load(version, names)
+                    decoder.set_version(version)
+                    channel.send(("loaded", version))
+        if not decoder.idle:
+            began = time.monotonic()
+            events += decoder.step()
+            busy_seconds += time.monotonic() - began
+        if events or time.monotonic() - reported >= HEARTBEAT:
+            reported = time.monotonic()
+            channel.send(("progress", decoder.tokens, busy_seconds, decoder.active_rollouts, decoder.waiting_requests))
+        if events:
+            channel.send(("events", events))
+        channel.drain()
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ask Linux to kill this process when its parent ends, even in the middle of a long decode step. Elsewhere the
+    end of the socket does it, between two steps."""
+    if sys.platform != "linux":
+        return
+    set_parent_death_signal = 1
+    if ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
