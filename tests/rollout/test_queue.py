@@ -1,6 +1,7 @@
 """The queue with its threads and a fake engine: random runs, what stops it, and closing it from every state."""
 
 import random
+import signal
 import threading
 import time
 import traceback
@@ -442,13 +443,16 @@ def test_close_after_an_error():
         assert_closed(queue)
 
 
-def test_close_abandons_a_hanging_engine_with_a_warning(caplog):
-    engine = FakeEngine(delay=lambda request: 3600.0)
+def test_close_abandons_a_hanging_engine_with_a_warning_and_ignores_its_events(caplog):
+    engine = FakeEngine()
+    engine.hangs.set()
     with running(engine, close_timeout=0.1) as queue:
-        engine.hangs.set()
         assert engine.hanging.wait(20)
         assert_closed(queue)
         assert "a3po rollout thread did not end within close_timeout=0.1" in caplog.text
+        engine.close()
+        until(lambda: not any(thread.is_alive() for thread in queue._threads))
+        assert "failed while stopping" not in caplog.text
 
 
 def test_close_abandons_a_hanging_reward_function_with_a_warning_and_ignores_its_result(caplog):
@@ -483,7 +487,21 @@ def test_close_from_a_reward_function_does_not_wait_for_itself():
             queue.take(0)
 
 
-def test_close_after_an_interrupted_take():
+def test_close_after_an_interrupt_of_a_take_that_waits():
+    main = threading.get_ident()
+    with running(FakeEngine(delay=lambda request: 3600.0)) as queue:
+
+        def interrupt():
+            until(lambda: queue.status().take_seconds > 0.05)
+            signal.pthread_kill(main, signal.SIGINT)
+
+        in_thread(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            queue.take(0)
+        assert_closed(queue)
+
+
+def test_close_after_an_interrupt_of_the_tokenizer():
     def interrupt(row):
         if row["number"] == 9:
             raise KeyboardInterrupt
