@@ -310,7 +310,7 @@ def test_an_unexpected_exception_of_the_engine_keeps_its_cause():
 def test_a_prompt_that_keeps_failing_is_named():
     engine = FakeEngine(fails=lambda request: "too long" if request.noise_key == 1 else None)
     with running(engine, max_attempts=2) as queue:
-        with pytest.raises(GenerationFailed, match="Prompt 1 failed 2 times.*attempt 2: too long"):
+        with pytest.raises(GenerationFailed, match=r"Prompt 1 failed 2 times.*attempt 2: too long"):
             train(queue, 3)
         queue.close()
         outcomes = queue.outcomes()
@@ -333,7 +333,7 @@ def test_settings_that_starve_a_take_say_so_at_once():
     with running(max_staleness=1) as queue:
         queue.take(0)
         queue.take(1)
-        with pytest.raises(StallError, match="published version is 0 and max_staleness=1.*lower weight_sync_steps"):
+        with pytest.raises(StallError, match=r"published version is 0 and max_staleness=1.*lower weight_sync_steps"):
             queue.take(2)
 
 
@@ -362,7 +362,7 @@ def test_the_wait_for_a_deadline_says_why():
         assert [group.prompt.index for group in queue.take(0)] == [1, 2]
         queue.publish(update(1))
         with pytest.raises(
-            StallError, match="take 1 waits for prompt 0 .*may not be overtaken.*submitted at version 0"
+            StallError, match=r"take 1 waits for prompt 0 .*may not be overtaken.*submitted at version 0"
         ):
             queue.take(1)
 

@@ -226,7 +226,7 @@ def test_a_straggler_a_hundred_times_slower_is_overtaken_and_trained_in_bound():
     """Time in ticks: prompt 0 takes a hundred, every other one; the trainer takes whenever it may."""
     core, started, taken_at, overtaken = make_core(bound=3, takes=8), {}, {}, False
     for tick in range(1000):
-        started |= {request: tick for request in core.submissions()}
+        started |= dict.fromkeys(core.submissions(), tick)
         for request in [r for r, begun in started.items() if tick - begun >= (100 if r.noise_key == 0 else 1)]:
             del started[request]
             finish(core, request.request_id, versions=[core.published_version])
@@ -262,7 +262,7 @@ def test_a_prompt_that_keeps_failing_stops_the_run_with_every_reason():
     first = core.submissions()[0]
     core.engine_event(GroupFailed(first.request_id, "worker died"))
     retry = core.submissions()[0]
-    with pytest.raises(GenerationFailed, match="Prompt 0 failed 2 times.*1: worker died; attempt 2: out of memory"):
+    with pytest.raises(GenerationFailed, match=r"Prompt 0 failed 2 times.*1: worker died; attempt 2: out of memory"):
         core.engine_event(GroupFailed(retry.request_id, "out of memory"))
     assert core.outcomes().prompt_outcomes == {"failed: out of memory": 1}
 
@@ -278,7 +278,7 @@ def test_a_rejected_group_is_replaced_at_the_end_of_the_order():
 
 def test_rejecting_everything_stops_the_run():
     core = make_core(max_rejected_in_a_row=3)
-    with pytest.raises(StallError, match="4 groups in a row were rejected.*all rewards equal"):
+    with pytest.raises(StallError, match=r"4 groups in a row were rejected.*all rewards equal"):
         for _ in range(10):
             for request in core.submissions():
                 finish(core, request.request_id)

@@ -45,7 +45,7 @@ def test_an_unfinished_group_is_not_put_off_to_a_take_that_never_comes():
     st.integers(0, 3),
 )
 def test_a_batch_is_handed_out_whenever_any_batch_keeps_every_deadline(groups, batch, bound):
-    """The oracle tries every set of B ready groups; only unfinished groups can be overtaken in the sense of the rule."""
+    """The oracle tries every set of B ready groups; only unfinished groups have a deadline to break."""
     ready, submitted = [done for done, _ in groups], [version for _, version in groups]
 
     def keeps_deadlines(chosen):

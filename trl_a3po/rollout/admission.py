@@ -61,9 +61,9 @@ def starves(weight_sync_steps: int, steps_per_batch: int, max_staleness: int) ->
     """Whether some take could never be filled, whatever the engine does.
 
     With K = `steps_per_batch`, takes happen at versions n·K and the published version is then the last multiple of
-    `weight_sync_steps`; its lag n·K mod `weight_sync_steps` grows up to `weight_sync_steps - gcd(weight_sync_steps, K)`.
-    A lag beyond `max_staleness` means that no group may be submitted and none will be until the next publish, which
-    the take comes before. Publishing at a take whenever `weight_sync_steps` have passed lags no more than that.
+    W = `weight_sync_steps`; its lag n·K mod W grows up to W - gcd(W, K). A lag beyond `max_staleness` means that no
+    group may be submitted before the next publish, and that publish comes only after this take. Publishing at a take
+    whenever W steps have passed since the last publish lags no more than that.
     """
     return weight_sync_steps - math.gcd(weight_sync_steps, steps_per_batch) > max_staleness
 

@@ -54,8 +54,8 @@ class PromptStream:
             token_ids = self._tokenize(self._row)
             if not token_ids:
                 raise ValueError(
-                    f"Row {self._tokenised} of the prompt stream has an empty prompt after tokenisation, and nothing can "
-                    f"be sampled from it: remove or repair it in the dataset. The row: {repr(self._row)[:300]}"
+                    f"Row {self._tokenised} of the prompt stream has an empty prompt after tokenisation, and nothing "
+                    f"can be sampled from it: remove or repair it in the dataset. The row: {repr(self._row)[:300]}"
                 )
             self._buffer.append(Prompt(self._tokenised, self._row, token_ids))
             self._tokenised += 1

@@ -309,7 +309,7 @@ class GenerationQueue:
         """Runs a thread's loop; what ends it early stops the queue and is raised by `take`."""
         try:
             loop()
-        except BaseException as error:  # noqa: BLE001 - else a reward function's SystemExit would end it in silence
+        except BaseException as error:  # a reward function's SystemExit would otherwise end it in silence
             with self._changed:
                 if self._error is not None or self._closed:
                     logger.warning("The %s failed while stopping: %r", threading.current_thread().name, error)

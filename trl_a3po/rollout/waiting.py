@@ -86,9 +86,9 @@ def producer_reason(core: QueueCore) -> str:
         case "total_takes":
             return f"every group of the run's {core.plan.total_takes} takes is outstanding or taken"
         case "max_staleness":
-            take = core.plan.expected_take(core.next_take, len(core.order))
+            version = core.plan.version_of_take(core.plan.expected_take(core.next_take, len(core.order)))
             return (
-                f"waiting for a publish: the next group would be trained at version {core.plan.version_of_take(take)}, "
+                f"waiting for a publish: the next group would be trained at version {version}, "
                 f"beyond the published version {core.published_version} + max_staleness {core.plan.max_staleness}"
             )
         case "max_in_flight":
