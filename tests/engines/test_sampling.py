@@ -40,7 +40,7 @@ def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
 
 def test_noise_lies_strictly_inside_the_unit_interval():
     noise = grid()
-    assert 0 < noise.min() and noise.max() < 1
+    assert noise.min() > 0 and noise.max() < 1
     assert (noise * 1.4999999 < 1.4999999).all()
 
 

@@ -24,31 +24,67 @@ _SHAPE = {
     "pad_token_id": 0,
 }
 MIXED = ["sliding_attention", "full_attention"]
+MIXED_WINDOW = {"sliding_window": 5, "layer_types": MIXED}
+MOE = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+# Latent attention: keys and values differ in width.
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 # name -> (model type, what its configuration adds to the shape)
 MODELS: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
     "llama-eager": ("llama", {"attn_implementation": "eager"}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "opt": ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 48, "do_layer_norm_before": True}),
+    "phi": ("phi", {}),
+    "gemma": ("gemma", {}),
+    "olmo2": ("olmo2", {}),
+    "glm4": ("glm4", {}),
+    "cohere": ("cohere", {}),
+    "granite": ("granite", {}),
+    "smollm3": ("smollm3", {}),
     "qwen2": ("qwen2", {}),
-    "qwen2-sliding": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "layer_types": MIXED},
-    ),
     "qwen3": ("qwen3", {}),
-    "qwen3-sliding": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "layer_types": MIXED},
-    ),
     "mistral-sliding": ("mistral", {"sliding_window": 6}),
-    "gemma2-sliding": ("gemma2", {"sliding_window": 5, "attn_implementation": "eager", "layer_types": MIXED}),
-    "gemma3-sliding": ("gemma3_text", {"sliding_window": 5, "layer_types": MIXED}),
+    "ministral3-sliding": ("ministral3", {"sliding_window": 6}),
+    "phi3-sliding": ("phi3", {"sliding_window": 6}),
+    "starcoder2-sliding": ("starcoder2", {"sliding_window": 6}),
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, **MIXED_WINDOW}),
+    "qwen3-sliding": ("qwen3", {"use_sliding_window": True, **MIXED_WINDOW}),
+    "gemma2-sliding": ("gemma2", {"attn_implementation": "eager", **MIXED_WINDOW}),
+    "gemma3-sliding": ("gemma3_text", MIXED_WINDOW),
+    "olmo3-sliding": ("olmo3", MIXED_WINDOW),
+    "smollm3-sliding": ("smollm3", {"use_sliding_window": True, **MIXED_WINDOW}),
+    "ministral-sliding": ("ministral", MIXED_WINDOW),
+    "cohere2-sliding": ("cohere2", MIXED_WINDOW),
+    "exaone4-sliding": ("exaone4", {"sliding_window_pattern": 2, **MIXED_WINDOW}),
+    "cwm-sliding": ("cwm", MIXED_WINDOW),
+    "vaultgemma-sliding": ("vaultgemma", {"attn_implementation": "eager", **MIXED_WINDOW}),
+}
+MIXTURES: dict[str, tuple[str, dict]] = {
+    "mixtral-sliding": ("mixtral", {"sliding_window": 6, **MOE}),
+    "phimoe-sliding": ("phimoe", {"sliding_window": 6, **MOE}),
+    "qwen2_moe-sliding": ("qwen2_moe", {"use_sliding_window": True, **MOE, **MIXED_WINDOW}),
+    "qwen3_moe-sliding": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 6, **MOE}),
+    "dots1-sliding": ("dots1", {**MOE, **MIXED_WINDOW}),
+    "gpt_oss-sliding": ("gpt_oss", {"attn_implementation": "eager", **MOE, **MIXED_WINDOW}),
+    "deepseek_v3": ("deepseek_v3", {**MOE, **MLA, "num_key_value_heads": 4}),
 }
 
 
 def tiny_model(name: str = "llama", seed: int = 0, **overrides) -> torch.nn.Module:
-    """A random model of `MODELS`, fp32, with logits spread enough for choices to differ."""
-    model_type, extra = MODELS[name]
+    """A random model of `MODELS` or `MIXTURES`, fp32, with logits spread enough for choices to differ."""
+    model_type, extra = (MODELS | MIXTURES)[name]
     extra = {**extra, **overrides}
     attention = extra.pop("attn_implementation", "sdpa")
     config = AutoConfig.for_model(model_type, **{**_SHAPE, **extra})

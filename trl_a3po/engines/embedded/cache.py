@@ -18,8 +18,8 @@ class PrefillCache:
     def update(self, keys, values, layer, *args, **kwargs):
         if layer != len(self.keys):
             raise ValueError(
-                f"Layer {layer} wrote to the cache out of turn (expected layer {len(self.keys)}): layers that share or "
-                "skip caches cannot be sampled from by this engine. Use engine='vllm'."
+                f"Layer {layer} wrote to the cache out of turn (expected layer {len(self.keys)}): layers that share "
+                "or skip caches cannot be sampled from by this engine. Use engine='vllm'."
             )
         self.keys.append(keys)
         self.values.append(values)

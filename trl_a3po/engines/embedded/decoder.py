@@ -2,7 +2,7 @@
 
 Guarantees:
 - every submitted request ends once: returned by `step` with all its rollouts, or cancelled;
-- a token's version is that of the weights which produced its logits: logits are sampled in the step that computes them;
+- a token's version is that of the weights which produced its logits: they are sampled in the step that computes them;
 - the noise of a token is a function of (seed, noise_key, rollout number, position) and of nothing else;
 - a freed slot is refilled before the next decode step, in submission order (request, then rollout number).
 
@@ -79,7 +79,7 @@ class SlotDecoder:
                 "deterministic=True pads every prompt to the same length, so max_prompt_tokens=None cannot hold: set "
                 "it to the longest prompt of the run."
             )
-        self._forward = ModelForward(model, device=device, math_attention=deterministic)
+        self._forward = ModelForward(model, device=device, deterministic=deterministic)
         self._device = self._forward.device
         self._sampling = sampling
         self._stop_ids = frozenset(sampling.stop_token_ids)
@@ -352,7 +352,7 @@ class SlotDecoder:
             finished.append(GroupFinished(group.request.request_id, [group.done[i] for i in sorted(group.done)]))
 
     def _recompute(self) -> None:
-        """Prefill every sequence in flight again: its prompt and all its tokens but the last, which is decoded next."""
+        """Prefill every sequence in flight again: its prompt and its tokens but the last, which is decoded next."""
         held = [(slot, sequence) for slot, sequence in enumerate(self._active) if sequence is not None]
         texts = [(*sequence.group.request.prompt_ids, *sequence.token_ids[:-1]) for _, sequence in held]
         for batch, pad_to in self._batches([len(text) for text in texts], self._fixed_length):

@@ -16,11 +16,26 @@ from trl_a3po.engines.embedded.cache import PrefillCache, SlotCache
 
 _LAYERS = {"full_attention", "sliding_attention"}
 # Their forward takes one mask per layer type.
-_MASK_BY_LAYER_TYPE = {"gemma2", "gemma3_text", "ministral", "olmo3", "qwen2", "qwen2_moe", "qwen3", "smollm3"}
+_MASK_BY_LAYER_TYPE = {
+    "cohere2",
+    "cwm",
+    "dots1",
+    "exaone4",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "ministral",
+    "olmo3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "smollm3",
+    "vaultgemma",
+}
 # All their layers slide when the configuration holds a window.
 _ALL_LAYERS_SLIDE = {"ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"}
-# Their position bias comes from a mask of two dimensions.
-_MASK_IS_POSITION = {"bloom", "mpt"}
+# How configurations call the number of experts of a mixture.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class ModelForward:
@@ -28,26 +43,32 @@ class ModelForward:
 
     Args:
         model: a causal language model, or a `PeftModel` around one.
-        math_attention: use the attention backend that does not depend on the batch.
+        device: where the model lives; `None`: the device of its embeddings.
+        deterministic: use the attention backend that does not depend on the batch.
 
     Raises:
         ValueError: the architecture, its attention implementation or its positions are not supported.
     """
 
     def __init__(
-        self, model: torch.nn.Module, *, device: torch.device | str | None = None, math_attention: bool = False
+        self, model: torch.nn.Module, *, device: torch.device | str | None = None, deterministic: bool = False
     ):
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         self._model = model.eval()
         self._config = config = base.config.get_text_config()
         self.device = torch.device(device) if device is not None else base.get_input_embeddings().weight.device
         self._dtype = base.get_input_embeddings().weight.dtype
-        self._math_attention = math_attention
+        self._deterministic = deterministic
         parameters = inspect.signature(type(base).forward).parameters
-        self._layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-        self._window = _checked_window(config, self._layer_types)
-        self._by_layer_type = "sliding_attention" in self._layer_types
-        _check(model, base, config, self._layer_types, parameters)
+        layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+        self._window = _checked_window(config, layer_types)
+        self._by_layer_type = "sliding_attention" in layer_types
+        _check(model, base, config, layer_types, parameters)
+        if deterministic and any(getattr(config, name, None) for name in _EXPERTS):
+            raise ValueError(
+                f"deterministic=True cannot hold for {config.model_type!r} models: how many tokens an expert computes "
+                "at once depends on the rest of the batch. Set deterministic=False."
+            )
         # The argument's name changed in transformers 5.2x.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.vocab_size: int = base.get_input_embeddings().num_embeddings
@@ -72,7 +93,7 @@ class ModelForward:
         return out[torch.arange(len(ends)), torch.tensor([kept.index(end) for end in ends])], cache
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache, length: int) -> torch.Tensor:
-        """Logits `(N, V)` of the first N slots after `tokens` `(N,)` at `positions` `(N,)`; `length` > every position."""
+        """Logits `(N, V)` of the first N slots after `tokens` `(N,)` at `positions` `(N,)`, all below `length`."""
         cache.aim(positions, length)
         places = torch.arange(length, device=self.device)
         filled = places <= positions[:, None]
@@ -83,7 +104,7 @@ class ModelForward:
         return self._forward(tokens[:, None], 1, cache, mask, positions[:, None])[:, -1]
 
     def _forward(self, ids, logits_to_keep, cache, mask, positions) -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.MATH) if self._math_attention else nullcontext():
+        with sdpa_kernel(SDPBackend.MATH) if self._deterministic else nullcontext():
             return self._model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -94,11 +115,9 @@ class ModelForward:
             ).logits
 
     def _mask(self, visible: torch.Tensor) -> torch.Tensor:
-        visible = visible[:, None, None]
-        if self._config._attn_implementation == "sdpa":
-            return visible
-        lowest = torch.finfo(self._dtype).min
-        return torch.zeros(visible.shape, dtype=self._dtype, device=visible.device).masked_fill(~visible, lowest)
+        """What to add to attention scores: `(N, L)` bool to `(N, 1, 1, L)`, 0 where visible."""
+        hidden = torch.full(visible.shape, -torch.inf, dtype=self._dtype, device=visible.device)
+        return hidden.masked_fill_(visible, 0.0)[:, None, None]
 
 
 def _checked_window(config, layer_types: set[str]) -> int | None:
@@ -119,21 +138,19 @@ def _check(model, base, config, layer_types: set[str], parameters) -> None:
         _refuse(config, "is an encoder-decoder model")
     if unknown := layer_types - _LAYERS:
         _refuse(config, f"has layers of type {sorted(unknown)}, whose state is not keys and values by position")
-    if missing := {"position_ids", "logits_to_keep", "use_cache", "attention_mask"} - set(parameters):
+    if missing := {"position_ids", "logits_to_keep", "attention_mask"} - set(parameters):
         _refuse(config, f"has a forward without {sorted(missing)}")
     if not {"cache", "past_key_values"} & set(parameters):
         _refuse(config, "has no cache of keys and values")
     if getattr(config, "num_kv_shared_layers", 0):
         _refuse(config, "shares keys and values between layers")
-    if config.model_type in _MASK_IS_POSITION or getattr(config, "alibi", False):
+    if getattr(config, "alibi", False):
         _refuse(config, "reads positions from its attention mask")
     rope = getattr(config, "rope_parameters", None) or {}
-    for parameters_of_layer in [rope, *[value for value in rope.values() if isinstance(value, dict)]]:
-        if parameters_of_layer.get("rope_type") in ("dynamic", "longrope"):
-            _refuse(
-                config,
-                f"has rope_type={parameters_of_layer['rope_type']!r}, under which positions depend on the rest of the batch",
-            )
+    for of_layer in [rope, *[value for value in rope.values() if isinstance(value, dict)]]:
+        kind = of_layer.get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            _refuse(config, f"has rope_type={kind!r}, under which a position depends on the longest of the batch")
     if config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError(
             f"attn_implementation={config._attn_implementation!r} cannot attend to slots of different lengths here: "
@@ -148,6 +165,6 @@ def _check(model, base, config, layer_types: set[str], parameters) -> None:
 
 def _refuse(config, why: str):
     raise ValueError(
-        f"The transformers engine cannot sample from {config.model_type!r} models: this one {why}. Use engine='vllm', or a "
-        "decoder-only attention model."
+        f"The transformers engine cannot sample from {config.model_type!r} models: this one {why}. Use engine='vllm', "
+        "or a decoder-only attention model."
     )

@@ -1,4 +1,4 @@
-"""How a token is drawn: counter-based noise, the filters of `generate`, and the inverse of the cumulative distribution.
+"""How a token is drawn: counter-based noise, the filters of `generate`, and the inverse of the distribution function.
 
 Guarantees: the noise of a token is a pure function of (seed, noise_key, rollout number, position); a row's token and
 log-prob depend on that row alone; the log-prob is that of the policy at its temperature, before any filter.
@@ -110,7 +110,7 @@ class Sampler:
         """
         logits = logits.float()
         logps = (logits / self._sampling.temperature).log_softmax(1)
-        # A softmax and not exp(logps): elementwise exp on a CPU treats the last elements of the whole tensor differently.
+        # A softmax and not exp(logps): on a CPU an elementwise exp treats the last elements of the batch differently.
         probs = self.scores(logits, too_early, seen).softmax(1)
         cumulative = probs.cumsum(1, dtype=torch.float64)
         tokens = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)
