@@ -96,6 +96,8 @@ class A3POConfig(GRPOConfig):
             What happens to sequences in flight when weights change: `"keep"` their cache or `"recompute"` it.
         deterministic (`bool`, *optional*, defaults to `False`):
             Tokens and log-probs of a completion independent, bit for bit, of what else is generated. Slower.
+        engine_max_prompt_tokens (`int`, *optional*):
+            Longest prompt the engine accepts. Needed with `deterministic`, which pads every prompt to it.
         lora_sync (`str`, *optional*, defaults to `"adapter"`):
             Publish the adapter alone, or `"merged"` weights, merged out of place.
         vllm_server_urls (`list[str]`, *optional*):
@@ -237,6 +239,12 @@ class A3POConfig(GRPOConfig):
             "the same time, on one machine and thread count. Slower."
         },
     )
+    engine_max_prompt_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Longest prompt the engine accepts. Needed with deterministic=True, which pads every prompt to it."
+        },
+    )
     lora_sync: str = field(
         default="adapter",
         metadata={
@@ -345,6 +353,7 @@ class A3POConfig(GRPOConfig):
             "engine_slots": 1,
             "engine_threads": 1,
             "engine_restarts": 0,
+            "engine_max_prompt_tokens": 1,
             "reward_workers": 0,
         }
         for name, low in at_least.items():
@@ -365,6 +374,11 @@ class A3POConfig(GRPOConfig):
         if not self.temperature > 0:
             raise ValueError(
                 f"temperature={self.temperature!r} leaves nothing to sample and no log-prob to train on: set it above 0."
+            )
+        if self.deterministic and self.engine_max_prompt_tokens is None:
+            raise ValueError(
+                "deterministic=True pads every prompt to one length, which engine_max_prompt_tokens=None leaves open: "
+                "set engine_max_prompt_tokens to the length of your longest prompt."
             )
         if self.reward_workers > 0:
             raise ValueError(

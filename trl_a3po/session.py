@@ -51,6 +51,7 @@ class Session:
             CompletionDecoder(trainer.processing_class),
             lambda: copy.copy(trainer.state),
         )
+        self._weight_sync_steps = args.weight_sync_steps
         self.engine = build_engine(args, trainer.accelerator.device)
         self.queue = GenerationQueue(
             engine=self.engine,
@@ -75,10 +76,12 @@ class Session:
             self.close()
             raise
 
-    def publish(self, model: nn.Module, version: int) -> None:
-        """Have the engine sample from `model`, the trainer's unwrapped policy, as `version`."""
-        self.queue.publish(self._collect(model, version, complete=False))
-        self.published_version = version
+    def publish_if_due(self, model: nn.Module, version: int) -> None:
+        """Have the engine sample from `model`, the trainer's unwrapped policy, as `version`, unless it samples from
+        one less than `weight_sync_steps` older."""
+        if version - self.published_version >= self._weight_sync_steps:
+            self.queue.publish(self._collect(model, version, complete=False))
+            self.published_version = version
 
     def _collect(self, model: nn.Module, version: int, *, complete: bool) -> WeightUpdate:
         return (collect_merged if self._merges else collect_weights)(model, version, complete=complete)
@@ -116,6 +119,7 @@ def build_engine(args: A3POConfig, device: torch.device) -> Engine:
         slots=args.engine_slots or min(args.generation_batch_size, MOST_SLOTS),
         kv_on_publish=args.kv_on_publish,
         deterministic=args.deterministic,
+        max_prompt_tokens=args.engine_max_prompt_tokens,
         device=torch.device(args.engine_device) if args.engine_device else device,
         threads=args.engine_threads or max(1, cores // 2),
         max_restarts=args.engine_restarts,

@@ -99,14 +99,14 @@ class A3POTrainer(GRPOTrainer):
     def _take(self) -> list[dict[str, Any]]:
         """Publish, then take a batch: its rows, one per rollout, stand in for the dataloader's."""
         version = self.state.global_step
-        started = time.perf_counter()
         if self._session is None:
-            self._session = Session(self)
-        elif version - self._session.published_version >= self.args.weight_sync_steps:
-            self._session.publish(self.accelerator.unwrap_model(self.model), version)
-        published = time.perf_counter()
-        self._taken = self._session.queue.take(version)
-        self._log_take(published - started, time.perf_counter() - published)
+            with self._timed("a3po/time/engine_start"):
+                self._session = Session(self)
+        with self._timed("a3po/time/publish"):
+            self._session.publish_if_due(self.accelerator.unwrap_model(self.model), version)
+        with self._timed("a3po/time/wait"):
+            self._taken = self._session.queue.take(version)
+        self._log_take()
         return [dict(group.prompt.example) for group in self._taken for _ in group.rollouts]
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
@@ -217,11 +217,15 @@ class A3POTrainer(GRPOTrainer):
 
     # --- metrics ------------------------------------------------------------------------------------------------
 
-    def _log_take(self, publish_seconds: float, wait_seconds: float) -> None:
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._metrics["train"][name].append(time.perf_counter() - started)
+
+    def _log_take(self) -> None:
         metrics = self._metrics["train"]
         status, engine = self._session.queue.status(), self._session.engine.stats()
-        metrics["a3po/time/publish"].append(publish_seconds)
-        metrics["a3po/time/wait"].append(wait_seconds)
         metrics["a3po/time/reward"].append(sum(group.score.seconds for group in self._taken))
         metrics["a3po/queue/ready"].append(float(status.ready))
         metrics["a3po/queue/outstanding"].append(float(status.outstanding))

