@@ -123,7 +123,7 @@ def test_recomputed_log_probs_come_with_recompute_and_only_then(make_batch, meth
 
 
 def test_an_unknown_proximal_method_is_refused_with_the_options(make_batch):
-    with pytest.raises(ValueError, match="proximal_method='old' is unknown.*'reuse', 'recompute'"):
+    with pytest.raises(ValueError, match=r"proximal_method='old' is unknown.*'reuse', 'recompute'"):
         decoupled_anchor(*make_batch().args(), proximal_method="old")
 
 

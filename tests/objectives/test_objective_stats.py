@@ -69,6 +69,13 @@ def test_effective_sample_size_of_a_known_case():
     assert stats.metrics()["a3po/ess"] == pytest.approx(16 / (2 * 10))
 
 
+@pytest.mark.parametrize(("log_rho", "ess"), [(-math.inf, 0.0), (600.0, math.nan)])
+def test_ratios_beyond_every_float_are_reported_and_do_not_stop_the_run(log_rho, ess):
+    policy, ones = torch.full((1, 2), log_rho, dtype=torch.float64), torch.ones(1, 2)
+    _, _, stats = decoupled_anchor(policy, torch.zeros_like(policy), ones.int(), torch.ones(1), ones)
+    assert stats.metrics()["a3po/ess"] == pytest.approx(ess, nan_ok=True)
+
+
 def test_scale_metrics_equal_direct_computation(make_batch):
     batch = make_batch(rows=32)
     policy = -batch.policy_logps.abs()
@@ -87,7 +94,7 @@ def test_scale_metrics_equal_direct_computation(make_batch):
         "imbalance": (A * S).mean(),
         "scale/positive": (A * S)[positive].sum() / A[positive].sum(),
         "scale/negative": (A * S)[negative].sum() / A[negative].sum(),
-        "floor": (S < floor).double().mean(),
+        "floor": S.lt(floor).double().mean(),
     }
     assert metrics == pytest.approx({f"a3po/{key}": value.item() for key, value in expected.items()})
     assert 0 < metrics["a3po/floor"] < 1

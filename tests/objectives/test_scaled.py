@@ -80,11 +80,11 @@ def test_a_row_without_tokens_adds_nothing_and_counts_in_the_mean(loss_of):
 
 @pytest.mark.parametrize("min_scale", [0.0, -1.0, math.nan])
 def test_a_floor_that_is_not_positive_is_refused(min_scale):
-    with pytest.raises(ValueError, match="min_scale=.*set a positive floor"):
+    with pytest.raises(ValueError, match=r"min_scale=.*set a positive floor"):
         asympo_loss(torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1), min_scale=min_scale)
 
 
 @pytest.mark.parametrize("negative_scale", [-0.1, 1.1, math.nan])
 def test_a_negative_scale_outside_zero_to_one_is_refused(negative_scale):
-    with pytest.raises(ValueError, match="negative_scale=.*set a number from 0 to 1"):
+    with pytest.raises(ValueError, match=r"negative_scale=.*set a number from 0 to 1"):
         spo_loss(torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1), negative_scale=negative_scale)

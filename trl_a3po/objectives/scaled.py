@@ -38,7 +38,7 @@ def asympo_loss(
     """
     S, A, rows = _scale(policy_logps, advantages, mask)
     C = _asympo_coefficient(S, min_scale)
-    return (A * C * S).mean(), _stats(S, A, C, rows, floor=S < min_scale)
+    return (A * C * S).mean(), _stats(S, A, C, rows, floor=S.lt(min_scale))
 
 
 def spo_loss(
@@ -94,7 +94,7 @@ def asympo_anchor(
     """
     S, A, rows = _scale(policy_logps, advantages, mask)
     C = _asympo_coefficient(S, min_scale)
-    stats = _stats(S, A, C, rows, _oldest(staleness, mask), floor=S < min_scale)
+    stats = _stats(S, A, C, rows, _oldest(staleness, mask), floor=S.lt(min_scale))
     return *_anchor(policy_logps, C, mask), stats
 
 

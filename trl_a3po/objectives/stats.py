@@ -81,13 +81,12 @@ class Tally:
 
         What was never seen has no key: an empty tally gives `{}`.
         """
-        count = self.count.tolist()
+        split = self.cpu()
+        count = split.count.tolist()
         total = sum(count)
         if total == 0:
             return {}
-        whole = self._each(lambda tensor: tensor.sum(-1, keepdim=True))
-        whole = replace(whole, minima=self.minima.amin(-1, keepdim=True), maxima=self.maxima.amax(-1, keepdim=True))
-        metrics = {f"a3po/{key}": value for key, value in whole._summary(0).items()}
+        metrics = {f"a3po/{key}": value for key, value in split._whole()._summary(0).items()}
         if self.by_staleness:
             seen = [d for d, entries in enumerate(count) if entries > 0]
             metrics["a3po/staleness/mean"] = sum(d * count[d] for d in seen) / total
@@ -95,7 +94,7 @@ class Tally:
             metrics["a3po/staleness/max"] = float(seen[-1])
             for d in seen:
                 metrics[f"a3po/d{d}/fraction"] = count[d] / total
-                metrics |= {f"a3po/d{d}/{key}": value for key, value in self._summary(d).items()}
+                metrics |= {f"a3po/d{d}/{key}": value for key, value in split._summary(d).items()}
         return metrics
 
     def _summary(self, column: int) -> dict[str, float]:
@@ -109,11 +108,17 @@ class Tally:
         sums, squares, minima, maxima = (dict(zip(self.names, row, strict=True)) for row in table.tolist())
         return _Column(self.count[column].item(), sums, squares, minima, maxima)
 
+    def _whole(self) -> Self:
+        return replace(
+            self._each(lambda tensor: tensor.sum(-1, keepdim=True)),
+            minima=self.minima.amin(-1, keepdim=True),
+            maxima=self.maxima.amax(-1, keepdim=True),
+        )
+
     def _padded(self, size: int) -> Self:
         missing = (0, size - len(self.count))
-        padded = self._each(lambda tensor: pad(tensor, missing))
         return replace(
-            padded,
+            self._each(lambda tensor: pad(tensor, missing)),
             minima=pad(self.minima, missing, value=torch.inf),
             maxima=pad(self.maxima, missing, value=-torch.inf),
         )
@@ -129,8 +134,9 @@ class DecoupledStats(Tally):
     At sequence level the first three are the row's geometric means, counted once per token.
 
     `ess` is the effective sample size of `ρ` as a fraction of the tokens, `(Σρ)²/(n·Σρ²)`: 1 when the policy is still
-    the behavior policy, whatever the proximal method and the cap. `clip/low` counts `r < 1 - ε_low` where `A < 0` and
-    `clip/high` counts `r > 1 + ε_high` where `A > 0`: the tokens whose gradient the clip removes.
+    the behavior policy, whatever the proximal method and the cap, and 0 when every `ρ` vanished. `clip/low` counts
+    `r < 1 - ε_low` where `A < 0` and `clip/high` counts `r > 1 + ε_high` where `A > 0`: the tokens whose gradient the
+    clip removes.
     """
 
     def _summary(self, column: int) -> dict[str, float]:
@@ -140,7 +146,8 @@ class DecoupledStats(Tally):
             if name in self.names:
                 metrics |= entries.spread(name)
         if "rho" in self.names:
-            metrics["ess"] = entries.sums["rho"] ** 2 / (entries.count * entries.squares["rho"])
+            total, square = entries.sums["rho"], entries.squares["rho"]
+            metrics["ess"] = total * total / (entries.count * square) if square > 0 else 0.0
         for name, key in (
             ("clip_low", "clip/low"),
             ("clip_high", "clip/high"),
