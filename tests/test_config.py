@@ -132,10 +132,9 @@ def test_publishing_rarely_is_fine_within_the_bound():
 def test_a_parser_understands_every_field():
     from trl import TrlParser
 
-    (args,) = TrlParser(A3POConfig).parse_args_and_config(
-        ["--output_dir", "unused", "--max_staleness", "2", "--engine", "transformers", "--use_cpu", "true"]
-        + ["--vllm_server_urls", "http://a", "http://b", "--behavior_weight_cap", "3.0"]
-    )
+    command = "--output_dir unused --max_staleness 2 --engine transformers --use_cpu true --behavior_weight_cap 3.0"
+    command += " --vllm_server_urls http://a http://b"
+    (args,) = TrlParser(A3POConfig).parse_args_and_config(command.split())
     assert (args.max_staleness, args.engine, args.behavior_weight_cap) == (2, "transformers", 3.0)
     assert args.vllm_server_urls == ["http://a", "http://b"]
     assert torch.accelerator.is_available() or args.bf16 is False

@@ -114,7 +114,7 @@ def test_staleness_is_constant_while_a_batch_is_used_and_never_above_the_bound(m
     for take, step, inputs in trainer.micro_batches:
         inside = inputs["completion_mask"].bool()
         staleness = inputs["staleness"][inside]
-        assert 0 <= staleness.min() and staleness.max() <= 4
+        assert staleness.min() >= 0 and staleness.max() <= 4
         assert (inputs["staleness"] + inputs["behavior_versions"])[inside].unique().item() == trainer.takes[take][0]
         assert step in (trainer.takes[take][0], trainer.takes[take][0] + 1)
         seen |= set(staleness.tolist())

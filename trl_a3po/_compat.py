@@ -43,7 +43,8 @@ def check_trl_hooks(trainer_class: type) -> None:
         method = inspect.getattr_static(trainer_class, name, None)
         found = tuple(inspect.signature(method).parameters)[: len(expected)] if method is not None else None
         if found != expected:
+            instead = "no such method" if found is None else found
             raise ImportError(
-                f"trl_a3po wraps {trainer_class.__name__}.{name}{expected}, but the installed TRL {version('trl')} has "
-                f"{'no such method' if found is None else found}: {INSTALL}"
+                f"trl_a3po wraps {trainer_class.__name__}.{name}{expected}, but the installed TRL {version('trl')} "
+                f"has {instead}: {INSTALL}"
             )

@@ -373,7 +373,8 @@ class A3POConfig(GRPOConfig):
             )
         if not self.temperature > 0:
             raise ValueError(
-                f"temperature={self.temperature!r} leaves nothing to sample and no log-prob to train on: set it above 0."
+                f"temperature={self.temperature!r} leaves nothing to sample and no log-prob to train on: set it above "
+                "0."
             )
         if self.deterministic and self.engine_max_prompt_tokens is None:
             raise ValueError(
@@ -441,9 +442,9 @@ class A3POConfig(GRPOConfig):
         steps = self.optimizer_steps_per_generation
         if starves(self.weight_sync_steps, steps, self.staleness_bound):
             bound = f"max_staleness={self.max_staleness}" if self.schedule != "sync" else "schedule='sync'"
+            needed = self.weight_sync_steps - math.gcd(self.weight_sync_steps, steps)
             raise ValueError(
                 f"weight_sync_steps={self.weight_sync_steps} with {steps} optimizer steps a generation batch and "
                 f"{bound} can never fill a batch, because the engine's weights would be older than allowed: set "
-                f"weight_sync_steps={steps} or max_staleness={self.weight_sync_steps - math.gcd(self.weight_sync_steps, steps)}"
-                " or more."
+                f"weight_sync_steps={steps}, or max_staleness={needed} or more."
             )

@@ -64,6 +64,7 @@ class Session:
             total_takes=clock.total_takes,
             max_attempts=args.max_attempts,
             stall_timeout=args.stall_timeout,
+            max_in_flight=groups_in_engine(args),
         )
         try:
             self._merges = args.lora_sync == "merged" and isinstance(model, PeftModel)
@@ -111,12 +112,24 @@ def groups_per_batch(args: A3POConfig) -> int:
     return args.generation_batch_size // args.num_generations
 
 
+def engine_slots(args: A3POConfig) -> int:
+    return args.engine_slots or min(args.generation_batch_size, MOST_SLOTS)
+
+
+def groups_in_engine(args: A3POConfig) -> int | None:
+    """Groups handed to the engine at a time: what fills its slots and two more to refill them at once. The others are
+    submitted later, under newer weights, and leave a straggler room to be overtaken."""
+    if args.engine != "transformers":
+        return None
+    return -(-engine_slots(args) // args.num_generations) + 2
+
+
 def build_engine(args: A3POConfig, device: torch.device) -> Engine:
     if not isinstance(args.engine, str):
         return args.engine
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return TransformersEngine(
-        slots=args.engine_slots or min(args.generation_batch_size, MOST_SLOTS),
+        slots=engine_slots(args),
         kv_on_publish=args.kv_on_publish,
         deterministic=args.deterministic,
         max_prompt_tokens=args.engine_max_prompt_tokens,
