@@ -10,6 +10,7 @@ from tests.tiny import VOCAB, save_tiny_model, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.errors import EngineError, RewardError
 from trl_a3po.objectives import asympo_loss, decoupled_loss, proximal_logps, spo_loss
+from trl_a3po.session import Session
 from trl_a3po.testing import StubEngine, scripted_completion
 
 GENERATIONS, LENGTH = 4, 8
@@ -26,7 +27,9 @@ def model_path(tmp_path_factory):
 
 
 def build(model_path, tmp_path, trainer_class=A3POTrainer, reward_funcs=reward, engine=None, **settings):
-    options = {name: settings.pop(name) for name in ("peft_config", "train_dataset") if name in settings}
+    options = {
+        name: settings.pop(name) for name in ("peft_config", "train_dataset", "eval_dataset") if name in settings
+    }
     settings = {
         "per_device_train_batch_size": 4,
         "num_generations": GENERATIONS,
@@ -300,6 +303,52 @@ def test_a_failing_reward_ends_the_run_with_its_cause_and_closes_the_engine(mode
         trainer.train()
     assert isinstance(error.value.__cause__, KeyError)
     assert engine.closed
+
+
+# --- evaluation ---------------------------------------------------------------------------------------------------
+
+
+class EvaluationRecorder(A3POTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.evaluated = []
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            self.evaluated.append((self.state.global_step, batch))
+        return batch
+
+
+def test_evaluation_samples_from_the_current_policy_while_training_rollouts_wait(model_path, tmp_path):
+    trainer = build(
+        model_path, tmp_path, EvaluationRecorder, eval_dataset=tiny_prompts(6), eval_strategy="steps", eval_steps=2,
+        per_device_eval_batch_size=4, num_generations_eval=2, max_steps=6,
+    )  # fmt: skip
+    trainer.train()
+    assert [step for step, _ in trainer.evaluated] == [2, 2, 2, 4, 4, 4, 6, 6, 6]
+    for step, batch in trainer.evaluated:
+        inside = batch["completion_mask"].bool()
+        assert set(batch["behavior_versions"][inside].tolist()) == {step}
+    evaluations = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert len(evaluations) == 3 and all(math.isfinite(entry["eval_loss"]) for entry in evaluations)
+    trained = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(trained) == 6  # and nothing of the training was lost
+    assert sorted(r.noise_key for r in trainer.args.engine.requests if r.noise_key < 1000) == list(range(12))
+
+
+def test_evaluation_batches_must_hold_whole_groups(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, eval_dataset=tiny_prompts(6), per_device_eval_batch_size=3)
+    trainer._session = object.__new__(Session)
+    trainer._session.published_version = trainer.state.global_step
+    with pytest.raises(ValueError, match="num_generations_eval=4: set per_device_eval_batch_size"):
+        trainer._session.evaluate(trainer, [{"prompt": "w1"}] * 3)
+    trainer._session = None
+
+
+def test_evaluation_without_training_is_trls(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, eval_dataset=tiny_prompts(4), per_device_eval_batch_size=4)
+    assert math.isfinite(trainer.evaluate()["eval_reward"])
 
 
 # --- beginnings and ends ------------------------------------------------------------------------------------------

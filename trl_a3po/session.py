@@ -5,6 +5,7 @@ with their meaning, or are refused; prompts come in GRPOTrainer's order for the 
 """
 
 import copy
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -26,11 +27,12 @@ from trl_a3po.publish.merged import collect_merged, merged_spec
 from trl_a3po.publish.policy import WeightUpdate
 from trl_a3po.rollout.prompts import PromptStream
 from trl_a3po.rollout.queue import GenerationQueue
-from trl_a3po.rollout.records import Group
+from trl_a3po.rollout.records import Group, Prompt, Score
 from trl_a3po.rollout.rewards import RewardScorer
 from trl_a3po.rollout.takes import TakeClock
 
 MOST_SLOTS = 64
+EVALUATION_NOISE = 1 << 40  # noise keys that no prompt of the training stream reaches
 GENERATION_KWARGS = {"min_new_tokens", "suppress_tokens", "eos_token_id"}
 
 
@@ -52,6 +54,7 @@ class Session:
             lambda: copy.copy(trainer.state),
         )
         self._weight_sync_steps = args.weight_sync_steps
+        self._evaluation_noise = EVALUATION_NOISE
         self.engine = build_engine(args, trainer.accelerator.device)
         self.queue = GenerationQueue(
             engine=self.engine,
@@ -83,6 +86,39 @@ class Session:
         if version - self.published_version >= self._weight_sync_steps:
             self.queue.publish(self._collect(model, version, complete=False))
             self.published_version = version
+
+    def evaluate(self, trainer, rows: list[dict[str, Any]]) -> list[Group]:
+        """Sample and score an evaluation batch from the current policy, while training rollouts go on.
+
+        Args:
+            rows: the batch, each prompt repeated `num_generations_eval` times.
+
+        Raises:
+            ValueError: the batch does not hold whole groups.
+        """
+        model, version, size = (
+            trainer.accelerator.unwrap_model(trainer.model),
+            trainer.state.global_step,
+            trainer.num_generations_eval,
+        )
+        if version != self.published_version:
+            self.queue.publish(self._collect(model, version, complete=False))
+            self.published_version = version
+        chunks = [rows[start : start + size] for start in range(0, len(rows), size)]
+        if any(row["prompt"] != chunk[0]["prompt"] for chunk in chunks for row in chunk) or len(chunks[-1]) != size:
+            raise ValueError(
+                f"An evaluation batch of {len(rows)} rows does not hold whole groups of num_generations_eval={size}: "
+                "set per_device_eval_batch_size to a multiple of it."
+            )
+        prompts = [Prompt(i, chunk[0], tokenize_prompt(trainer, chunk[0])) for i, chunk in enumerate(chunks)]
+        sampled = self.queue.sample([p.token_ids for p in prompts], size, first_noise_key=self._evaluation_noise)
+        self._evaluation_noise += len(prompts)
+        groups = [Group(p, rollouts, None, version) for p, rollouts in zip(prompts, sampled, strict=True)]
+        for group in groups:
+            score = self._scorer(group)
+            unscored = [[math.nan] * len(trainer.reward_funcs)] * size
+            group.score = score if isinstance(score, Score) else Score(unscored)
+        return groups
 
     def _collect(self, model: nn.Module, version: int, *, complete: bool) -> WeightUpdate:
         return (collect_merged if self._merges else collect_weights)(model, version, complete=complete)

@@ -90,6 +90,8 @@ class A3POTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch):
         if self.model.training and self._starts_generation_batch():
             generation_batch = self._take()
+        elif not self.model.training and self._session is not None:
+            self._taken = self._session.evaluate(self, generation_batch)
         return super()._prepare_inputs(generation_batch)
 
     def _starts_generation_batch(self) -> bool:
@@ -184,7 +186,8 @@ class A3POTrainer(GRPOTrainer):
             anchor, weight, stats = self._objective(outputs[0], inputs)
             inputs["old_per_token_logps"] = anchor
             inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weight
-            self._objective_stats = stats if self._objective_stats is None else self._objective_stats + stats
+            if self.model.training:
+                self._objective_stats = stats if self._objective_stats is None else self._objective_stats + stats
         return outputs
 
     def _objective(self, policy_logps: torch.Tensor, inputs: dict[str, Any]):

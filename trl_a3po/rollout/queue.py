@@ -14,7 +14,7 @@ Guarantees:
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -26,7 +26,8 @@ from trl_a3po.rollout.core import QueueCore
 from trl_a3po.rollout.endings import EndOfData, QueueClosed
 from trl_a3po.rollout.outcomes import Outcomes, Rejection
 from trl_a3po.rollout.prompts import PromptStream
-from trl_a3po.rollout.records import Group, Score
+from trl_a3po.rollout.records import Group, Rollout, Score
+from trl_a3po.rollout.side_requests import SideRequests
 from trl_a3po.rollout.waiting import QueueStatus, queue_status, stall_report, starved
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class GenerationQueue:
         )
         self._changed = threading.Condition()  # guards everything below and the core
         self._threads: list[threading.Thread] = []
+        self._side: SideRequests | None = None
         self._error: A3POError | None = None
         self._closed = False
         self._last_progress = time.monotonic()
@@ -152,6 +154,37 @@ class GenerationQueue:
             with self._changed:
                 self._take_seconds += time.monotonic() - began
                 self._taking_since = None
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], num_rollouts: int, *, first_noise_key: int
+    ) -> list[list[Rollout]]:
+        """Rollouts of prompts beside the run's own, from the version published last: for evaluation. Main thread only.
+
+        They share the engine with the groups in flight and are not counted among the outcomes. Prompt number i draws
+        the noise of `first_noise_key + i`.
+
+        Raises:
+            StallError: `stall_timeout` seconds passed without an event.
+            EngineError: the engine failed, or failed for one of these prompts `max_attempts` times.
+            QueueClosed: the queue is closed.
+        """
+        if not self._threads:
+            raise RuntimeError("sample was called before start.")
+        side = SideRequests(prompts, num_rollouts, first_noise_key, self._core.max_attempts)
+        with self._changed:
+            self._raise_if_over()
+            self._side = side
+            self._progress()
+            try:
+                while not side.done:
+                    self._raise_if_over()
+                    quiet = time.monotonic() - self._last_progress
+                    if quiet >= self._stall_timeout:
+                        raise StallError(stall_report(self.status(), quiet))
+                    self._changed.wait(self._stall_timeout - quiet)
+            finally:
+                self._side = None
+        return side.rollouts()
 
     def close(self) -> None:
         """Stop the background work and book what is left as unused. Idempotent, bounded, from any state.
@@ -259,10 +292,12 @@ class GenerationQueue:
                 if self._over:
                     break
                 requests = self._core.submissions()
+                if self._side is not None:
+                    requests = requests + self._side.submissions()
                 self._blocked(self._core.admission() == "max_staleness")
                 if requests:
                     self._progress()
-                busy = self._core.count("in the engine") > 0
+                busy = self._core.count("in the engine") > 0 or self._side is not None
                 if not busy:
                     self._changed.wait(IDLE_POLL_SECONDS)
             if requests:
@@ -271,7 +306,10 @@ class GenerationQueue:
             with self._changed:
                 for event in () if self._over else events:
                     self._progress()
-                    self._core.engine_event(event)
+                    if event.request_id >= 0:
+                        self._core.engine_event(event)
+                    elif self._side is not None:
+                        self._side.engine_event(event)
         with self._changed:
             self._blocked(False)
             left = self._core.close()

@@ -8,6 +8,7 @@ number or `None` per completion, or a `RewardError` names the function and what 
 import asyncio
 import inspect
 import math
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from trl_a3po.rollout.records import Group, Score
 
 
 class RewardScorer:
-    """`scorer(group) -> Score`, called from one thread at a time.
+    """`scorer(group) -> Score`, one group at a time, whichever thread calls.
 
     Args:
         funcs: reward functions, in the order of the rewards' columns. `None` marks a column that is computed
@@ -40,8 +41,13 @@ class RewardScorer:
         self._decode = decode
         self._state = state
         self._runner: asyncio.Runner | None = None
+        self._one_at_a_time = threading.Lock()
 
     def __call__(self, group: Group) -> Score:
+        with self._one_at_a_time:
+            return self._score(group)
+
+    def _score(self, group: Group) -> Score:
         started = time.perf_counter()
         size = len(group.rollouts)
         score = Score(rewards=[[math.nan] * len(self._funcs) for _ in range(size)])

@@ -1,0 +1,72 @@
+"""Prompts that are sampled beside the run's own: what was asked, what came back, what to try again.
+
+Guarantees: every prompt has its rollouts when `done`; an attempt that failed is submitted again, a bounded number of
+times; request ids are negative and never reused, so they cannot be taken for those of the run.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from trl_a3po.engines.protocol import EngineEvent, GroupFailed, GroupRequest
+from trl_a3po.errors import EngineError
+from trl_a3po.rollout.records import Rollout
+
+_request_ids = itertools.count(-1, -1)
+
+
+class SideRequests:
+    """One batch of prompts; one caller at a time.
+
+    Args:
+        prompts: token ids of each prompt.
+        num_rollouts: rollouts of each.
+        first_noise_key: prompt number i draws the noise of `first_noise_key + i`.
+        max_attempts: attempts at a prompt before `EngineError`.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], num_rollouts: int, first_noise_key: int, max_attempts: int):
+        self._prompts = [tuple(prompt) for prompt in prompts]
+        self._num_rollouts = num_rollouts
+        self._first_noise_key = first_noise_key
+        self._max_attempts = max_attempts
+        self._attempts = [0] * len(self._prompts)
+        self._results: list[list[Rollout] | None] = [None] * len(self._prompts)
+        self._to_submit = list(range(len(self._prompts)))
+        self._by_request: dict[int, int] = {}
+
+    @property
+    def done(self) -> bool:
+        return all(result is not None for result in self._results)
+
+    def rollouts(self) -> list[list[Rollout]]:
+        """The rollouts of each prompt, in the order asked."""
+        return [result for result in self._results if result is not None]
+
+    def submissions(self) -> list[GroupRequest]:
+        """Requests to hand to the engine now, each once."""
+        numbers, self._to_submit = self._to_submit, []
+        return [self._request(number) for number in numbers]
+
+    def engine_event(self, event: EngineEvent) -> None:
+        """Take in what the engine says of a request; one of an earlier batch is ignored.
+
+        Raises:
+            EngineError: the last attempt at a prompt failed.
+        """
+        number = self._by_request.pop(event.request_id, None)
+        if number is None:
+            return
+        if isinstance(event, GroupFailed):
+            if self._attempts[number] >= self._max_attempts:
+                raise EngineError(
+                    f"Prompt {number} of the evaluation batch failed {self._attempts[number]} times: {event.reason}"
+                )
+            self._to_submit.append(number)
+        else:
+            self._results[number] = event.rollouts
+
+    def _request(self, number: int) -> GroupRequest:
+        self._attempts[number] += 1
+        request_id = next(_request_ids)
+        self._by_request[request_id] = number
+        return GroupRequest(request_id, self._first_noise_key + number, self._prompts[number], self._num_rollouts)
