@@ -184,6 +184,28 @@ def test_settings_that_cannot_hold_are_refused(keywords, message):
         SlotDecoder(tiny_model(), settings(), **keywords)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma2-sliding"])
+def test_log_probs_agree_with_a_clean_forward_on_a_gpu(name, deterministic, mode):
+    model = tiny_model(name).cuda()
+    sampling = settings(20, repetition_penalty=1.2, top_p=0.9, min_new_tokens=3, stop_token_ids=(7, 8, 9))
+    decoder = SlotDecoder(
+        model, sampling, slots=4, deterministic=deterministic, max_prompt_tokens=12, kv_on_publish=mode
+    )
+    texts = prompts(5)
+    for i, text in enumerate(texts):
+        decoder.submit(request(i, text, 3))
+    first = [decoder.step() for _ in range(2)]
+    decoder.set_version(1)
+    results = run(decoder) | {group.request_id: group.rollouts for groups in first for group in groups}
+    for i, text in enumerate(texts):
+        for rollout in results[i]:
+            assert gap(model, text, rollout).max() < 1e-4
+
+
 def test_a_clean_forward_of_a_moved_model_disagrees():
     """The comparison of this file can fail."""
     model, text = tiny_model(), prompts(1)[0]

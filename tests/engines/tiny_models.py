@@ -144,8 +144,8 @@ def run(decoder: SlotDecoder, requests=(), limit: int = 1000) -> dict[int, list[
 @torch.no_grad()
 def clean_logps(model: torch.nn.Module, prompt, completion, temperature: float = 1.0) -> torch.Tensor:
     """Log-probs `(T,)` of the completion by one forward over the whole sequence, without a cache."""
-    ids = torch.tensor([[*prompt, *completion]])
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    ids = torch.tensor([[*prompt, *completion]], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().cpu()
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
