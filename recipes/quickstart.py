@@ -2,14 +2,14 @@
 
     python recipes/quickstart.py
 
-SmolLM2-135M-Instruct, a LoRA adapter, and the two-term sums of reasoning-gym. While the trainer works on one batch, the
-engine already samples the next ones, from weights up to `--max_staleness` optimizer steps old; the A-3PO loss corrects
-for that. Prints answers before and after, and draws `run.png`.
+SmolLM2-135M-Instruct, a LoRA adapter, and the two-term sums of reasoning-gym. While the trainer works on one batch,
+the engine already samples the next ones, from weights up to `--max_staleness` optimizer steps old; the A-3PO loss
+corrects for that. Prints answers before and after, and draws `run.png`.
 
-Other models and machines:
+Other models, other schedules:
 
-    python recipes/quickstart.py --model Qwen/Qwen2.5-0.5B-Instruct      # where a hub is reachable; GPU if there is one
-    python recipes/quickstart.py --schedule sync                         # the same work without running ahead
+    python recipes/quickstart.py --model Qwen/Qwen2.5-0.5B-Instruct     # where a hub is reachable; a GPU is used
+    python recipes/quickstart.py --schedule sync                        # the same work without running ahead
 """
 
 import argparse
@@ -23,13 +23,24 @@ from datasets import Dataset
 from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, set_seed
 
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.report.plot import plot_run
 
 PROMPTS, GENERATIONS = 4, 8  # a batch: 32 completions
 HELD_OUT = 64  # sums that are never trained on
+
+
+class RewardBar(ProgressCallback):
+    """The progress bar with a few numbers; all of them go to `log_history.json`."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.training_bar is not None and "reward" in logs:
+            staleness, wait = logs["a3po/staleness/mean"], logs["a3po/time/wait"]
+            self.training_bar.set_postfix_str(
+                f"reward {logs['reward']:.2f}, {staleness:.1f} steps stale, waited {wait:.1f} s"
+            )
 
 
 def parse_arguments():
@@ -149,6 +160,9 @@ def main():
         processing_class=tokenizer,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
+
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(RewardBar)
 
     before = greedy_answers(trainer.model, tokenizer, held_out)
     started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import math
 
+import pandas
 import pytest
 import torch
 from peft import LoraConfig
@@ -255,6 +256,23 @@ def test_statistics_are_logged_whole_and_by_staleness(model_path, tmp_path):
     names |= {"staleness/mean", "staleness/max", "d0/ess", "d2/w/mean", "d2/clip/high", "time/wait", "time/publish"}
     assert {f"a3po/{name}" for name in names} <= logged
     assert all(math.isfinite(v) for e in trainer.state.log_history for k, v in e.items() if k.startswith("a3po/"))
+
+
+def test_the_completions_table_has_versions_staleness_and_weight(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, Recorder, log_completions=True, learning_rate=0.5, max_steps=5)
+    trainer.train()
+    table = pandas.read_parquet(tmp_path / "run" / "completions" / "completions_00005.parquet")
+    version, rollouts = trainer.takes[-1]
+    assert table["versions"].tolist() == [f"{min(r.versions)}-{max(r.versions)}" for r in rollouts]
+    assert table["staleness"].tolist() == [version - r.versions[0] for r in rollouts]
+    expected = {}
+    for _, _, inputs in trainer.micro_batches[-2:]:
+        lb, mask = inputs["sampling_per_token_logps"], inputs["completion_mask"]
+        for row in range(len(mask)):
+            expected[tuple(inputs["completion_ids"][row, : mask[row].sum()].tolist())] = (lb[row], mask[row])
+    weights = dict(zip([tuple(r.token_ids) for r in rollouts], table["w"], strict=True))
+    assert len(weights) == len(rollouts) == 8 and not table["w"].isna().any()
+    assert any(abs(w - 1) > 1e-3 for w in weights.values()) and expected.keys() == weights.keys()
 
 
 # --- rewards ------------------------------------------------------------------------------------------------------

@@ -111,6 +111,8 @@ class A3POConfig(GRPOConfig):
             Seconds a reward function may take for one group.
         stall_timeout (`float`, *optional*, defaults to `600.0`):
             Seconds without any progress after which a wait ends with a report of who waits for whom.
+        dry_run (`bool`, *optional*, defaults to `False`):
+            Have `train` print the resolved plan and return.
         shared_prompt (`str`, *optional*, defaults to `"auto"`):
             Whether the completions of a prompt share its forward pass.
     """
@@ -271,6 +273,9 @@ class A3POConfig(GRPOConfig):
         default=600.0,
         metadata={"help": "Seconds without any progress after which a wait ends with a report of who waits for whom."},
     )
+    dry_run: bool = field(
+        default=False, metadata={"help": "Have train() print the resolved plan and return without training."}
+    )
     shared_prompt: str = field(
         default="auto",
         metadata={
@@ -295,6 +300,12 @@ class A3POConfig(GRPOConfig):
         if not isinstance(self.engine, str):
             state["engine"] = type(self.engine).__qualname__
         return state
+
+    def plan(self) -> str:
+        """What these settings resolve to, for a person; `A3POTrainer.plan` adds the memory."""
+        from trl_a3po.report.plan import config_plan  # which needs this module
+
+        return config_plan(self)
 
     @property
     def staleness_bound(self) -> int:

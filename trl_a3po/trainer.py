@@ -20,14 +20,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import ProcessorMixin
+from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 
 from trl_a3po import objectives
 from trl_a3po._compat import check_trl_hooks
 from trl_a3po.config import A3POConfig
 from trl_a3po.objectives import token_staleness
+from trl_a3po.report.plan import trainer_plan
 from trl_a3po.rollout.records import Group
-from trl_a3po.session import Session, check_dataset
+from trl_a3po.session import Session, check_dataset, engine_dtype, engine_slots
 
 check_trl_hooks(GRPOTrainer)
 
@@ -72,12 +74,21 @@ class A3POTrainer(GRPOTrainer):
     # --- a run's beginning and end ------------------------------------------------------------------------------
 
     def train(self, *args, **kwargs):
+        if self.args.dry_run:
+            print(self.plan())
+            return TrainOutput(self.state.global_step, 0.0, {})
         # Half-used batches of an interrupted run carry the versions of that run.
         self._step, self._buffered_inputs = 0, None
         try:
             return super().train(*args, **kwargs)
         finally:
             self.close()
+
+    def plan(self) -> str:
+        """What the run resolves to, for a person: batches, staleness, engine, memory."""
+        model = self.accelerator.unwrap_model(self.model)
+        dtype = engine_dtype(self.args, model, self.accelerator.mixed_precision)
+        return trainer_plan(self.args, model, engine_slots(self.args), dtype.itemsize)
 
     def close(self) -> None:
         """Stop generating and free the engine. Called at the end of `train`; idempotent."""
@@ -127,6 +138,9 @@ class A3POTrainer(GRPOTrainer):
         if self._taken is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         replay_logs(self._taken, self._log_completion_extra, self._log_metric)
+        if self.log_completions:
+            for column, values in completion_columns(self._taken, self.state.global_step).items():
+                self._log_completion_extra(column, values)
         reward_funcs = self.reward_funcs
         self.reward_funcs = [
             func if isinstance(func, nn.Module) else replayed_rewards(self._taken, column)
@@ -146,6 +160,8 @@ class A3POTrainer(GRPOTrainer):
         for row, rollout in enumerate(rollout for group in self._taken for rollout in group.rollouts):
             versions[row, : len(rollout.versions)] = torch.tensor(rollout.versions, dtype=torch.int32)
         self._taken = None
+        if self.log_completions and self.model.training:
+            batch["log_row"] = torch.arange(len(versions), device=batch["completion_ids"].device)
         batch["behavior_versions"] = versions.to(batch["completion_ids"].device)
         batch["staleness"] = token_staleness(batch["behavior_versions"], self.state.global_step)
         return batch
@@ -188,6 +204,11 @@ class A3POTrainer(GRPOTrainer):
             inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weight
             if self.model.training:
                 self._objective_stats = stats if self._objective_stats is None else self._objective_stats + stats
+            if "log_row" in inputs:
+                mask = inputs["completion_mask"]
+                means = (weight * mask).sum(1) / mask.sum(1).clamp(min=1)
+                for row, mean in zip(inputs["log_row"].tolist(), means.tolist(), strict=True):
+                    self._logs["extra"]["w"][row] = mean
         return outputs
 
     def _objective(self, policy_logps: torch.Tensor, inputs: dict[str, Any]):
@@ -257,6 +278,16 @@ def replay_logs(groups: list[Group], log_extra: Callable, log_metric: Callable) 
     for group in groups:
         for name, value in group.score.metrics:
             log_metric(name, value)
+
+
+def completion_columns(groups: list[Group], version: int) -> dict[str, list]:
+    """Columns of the completions table, one value per rollout; `w`, the mean weight, is known after the loss."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return {
+        "versions": [f"{min(r.versions)}-{max(r.versions)}" for r in rollouts],
+        "staleness": [version - sum(r.versions) / len(r.versions) for r in rollouts],
+        "w": [float("nan")] * len(rollouts),
+    }
 
 
 def _refuse_unsupported(args: A3POConfig, options: dict[str, Any]) -> None:

@@ -1,0 +1,50 @@
+"""The plan says what the run will do."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import save_tiny_model, tiny_config, tiny_prompts
+from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.report.plan import cache_numbers_per_token, trainer_plan
+
+
+def config(**settings):
+    base = {"output_dir": "unused", "per_device_train_batch_size": 8, "num_generations": 4, "report_to": "none"}
+    return A3POConfig(**{**base, "use_cpu": True, **settings})
+
+
+def test_the_plan_names_batch_steps_bound_and_engine():
+    plan = config(gradient_accumulation_steps=2, num_iterations=2, max_staleness=6, weight_sync_steps=2).plan()
+    for words in (
+        "4 prompts x 4 completions (B = 4)",
+        "K = 2 (2 iterations)",
+        "async, at most 6 optimizer steps stale",
+        "up to 3 batches (12 prompts)",
+        "when 2 optimizer steps old",
+        "decoupled, proximal policy loglinear",
+        "transformers",
+    ):
+        assert words in plan, plan
+
+
+def test_the_cache_is_counted_as_the_model_allocates_it():
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    cache = model(torch.tensor([[3, 4, 5]]), use_cache=True).past_key_values
+    allocated = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    assert cache_numbers_per_token(model.config) * 3 == allocated
+
+
+def test_memory_counts_trained_parameters_only():
+    model = AutoModelForCausalLM.from_config(tiny_config(hidden_size=512, vocab_size=2**16), dtype=torch.float32)
+    frozen = trainer_plan(config(), model.requires_grad_(False), 4, 4)
+    trained = trainer_plan(config(), model.requires_grad_(True), 4, 4)
+    assert "gradients 0.00 GiB" in frozen and "gradients 0.00 GiB" not in trained
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys):
+    args = config(dry_run=True, max_steps=4, model_init_kwargs={"dtype": "float32"})
+    args.output_dir = str(tmp_path / "run")
+    model = save_tiny_model(tmp_path / "model")
+    trainer = A3POTrainer(model, lambda **kwargs: [], args=args, train_dataset=tiny_prompts())
+    assert trainer.train().global_step == 0
+    assert "trainer memory" in capsys.readouterr().out

@@ -1,0 +1,88 @@
+"""What a configuration resolves to, in words and numbers, before anything is started.
+
+Guarantees: pure functions of the configuration and of the model's shape; every number is the one the run will use,
+except for the memory, which is an estimate that leaves out activations.
+"""
+
+from torch import nn
+
+from trl_a3po.config import A3POConfig
+
+GIB = 2**30
+ADAM_STATES = 2
+FP32_BYTES = 4
+
+
+def config_plan(args: A3POConfig) -> str:
+    """The plan as far as the configuration alone decides it."""
+    groups = args.generation_batch_size // args.num_generations
+    steps = args.optimizer_steps_per_generation
+    bound = args.staleness_bound
+    ahead = bound // steps
+    engine = args.engine if isinstance(args.engine, str) else type(args.engine).__name__
+    lines = {
+        "generation batch": f"{groups} prompts x {args.num_generations} completions (B = {groups})",
+        "optimizer steps a batch": f"K = {steps}"
+        + (f" ({args.num_iterations} iterations)" if args.num_iterations > 1 else ""),
+        "schedule": f"{args.schedule}, at most {bound} optimizer steps stale",
+        "generated ahead": f"up to {ahead} batches ({ahead * groups} prompts) besides the one in training",
+        "weights published": f"when {args.weight_sync_steps} optimizer steps old, at the start of a batch",
+        "objective": f"{args.objective}, {_objective_detail(args)}, loss_type {args.loss_type}",
+        "engine": f"{engine}, {args.engine_slots or 'automatic'} slots, kv_on_publish {args.kv_on_publish}"
+        + (", deterministic" if args.deterministic else ""),
+        "completions": f"at most {args.max_completion_length} tokens at temperature {args.temperature:g}",
+        "longest silent wait": f"{args.stall_timeout:g} s",
+    }
+    return _table(lines)
+
+
+def trainer_plan(args: A3POConfig, model: nn.Module, slots: int, engine_bytes: int) -> str:
+    """The plan with the model's memory.
+
+    Args:
+        model: the unwrapped policy.
+        slots: completions the engine decodes at a time.
+        engine_bytes: bytes of one number in the engine.
+    """
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients = sum(p.numel() * p.element_size() for p in trained)
+    states = ADAM_STATES * FP32_BYTES * sum(p.numel() for p in trained)
+    replica = engine_bytes * sum(p.numel() for p in model.parameters())
+    cache = slots * cache_numbers_per_token(model.config) * args.max_completion_length * engine_bytes
+    lines = {
+        "trainer memory": f"{_gib(weights + gradients + states)} (weights {_gib(weights)}, gradients "
+        f"{_gib(gradients)}, Adam {_gib(states)}), and activations",
+        "engine memory": f"{_gib(2 * replica + cache)} (replica {_gib(replica)}, published copy {_gib(replica)}, "
+        f"cache of {slots} completions {_gib(cache)}), and the cache of their prompts",
+    }
+    return f"{config_plan(args)}\n{_table(lines)}"
+
+
+def cache_numbers_per_token(config) -> int:
+    """Numbers a decoder keeps for one token: keys and values of every layer."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim
+
+
+def _objective_detail(args: A3POConfig) -> str:
+    if args.objective == "asympo":
+        return f"scale at least {args.asympo_min_scale:g}"
+    if args.objective == "spo":
+        return f"negative advantages x {args.spo_negative_scale:g}"
+    cap = (
+        "no cap"
+        if args.behavior_weight_mode == "none"
+        else f"{args.behavior_weight_mode} at {args.behavior_weight_cap:g}"
+    )
+    return f"proximal policy {args.proximal_method}, behavior weight per {args.behavior_weight_level}: {cap}"
+
+
+def _table(lines: dict[str, str]) -> str:
+    return "\n".join(f"{name + ':':<25}{value}" for name, value in lines.items())
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
