@@ -36,7 +36,7 @@ def events_of(engine: TransformersEngine, request_ids) -> dict[int, EngineEvent]
 def until(condition) -> None:
     deadline = time.monotonic() + LIMIT
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.02)
 
 

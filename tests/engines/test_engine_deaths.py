@@ -70,7 +70,7 @@ def survivor():
 
 def test_requests_of_a_killed_worker_fail_once_with_the_reason(survivor):
     requests = survivor.submitted(prompts(100))
-    until(lambda: survivor.engine.stats().active_rollouts > 0)
+    until(lambda: survivor.engine.stats().tokens > 0)
     pid = survivor.kill()
     events = events_of(survivor.engine, [one.request_id for one in requests]).values()
     reasons = [event.reason for event in events if isinstance(event, GroupFailed)]

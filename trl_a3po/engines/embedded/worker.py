@@ -113,8 +113,10 @@ def _serve(channel: Channel) -> None:
             began = time.monotonic()
             events += decoder.step()
             busy_seconds += time.monotonic() - began
-        if events or time.monotonic() - reported >= HEARTBEAT:
-            reported = time.monotonic()
+        beat = time.monotonic() - reported >= HEARTBEAT
+        if events or beat:
+            # Events do not put the next beat off: right after them the slots may happen to be empty every time.
+            reported = time.monotonic() if beat else reported
             channel.send(("progress", decoder.tokens, busy_seconds, decoder.active_rollouts, decoder.waiting_requests))
         if events:
             channel.send(("events", events))
