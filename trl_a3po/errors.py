@@ -15,3 +15,7 @@ class RewardError(A3POError):
 
 class StallError(A3POError):
     """A wait reached its limit. The message says who waits for whom."""
+
+
+class CheckpointError(A3POError):
+    """A checkpoint could not be written. Those written before it are still valid."""

@@ -5,6 +5,7 @@ with their meaning, or are refused; prompts come in GRPOTrainer's order for the 
 """
 
 import copy
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from trl_a3po.engines.protocol import Engine, SamplingSettings
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.publish.merged import collect_merged, merged_spec
 from trl_a3po.publish.policy import WeightUpdate
+from trl_a3po.resume import RunState
 from trl_a3po.rollout.prompts import PromptStream
 from trl_a3po.rollout.queue import GenerationQueue
 from trl_a3po.rollout.records import Group, Prompt, Score
@@ -40,9 +42,13 @@ class Session:
     """Everything that runs beside one `train()` call: the engine, the queue and the reward functions' loop.
 
     Starts with the trainer's current weights; `close` stops all of it.
+
+    Args:
+        trainer: about to train its next micro-step.
+        resumed: the state to go on from.
     """
 
-    def __init__(self, trainer):
+    def __init__(self, trainer, resumed: RunState | None = None):
         args, version = trainer.args, trainer.state.global_step
         clock = take_clock(trainer)
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -54,11 +60,14 @@ class Session:
             lambda: copy.copy(trainer.state),
         )
         self._weight_sync_steps = args.weight_sync_steps
-        self._evaluation_noise = EVALUATION_NOISE
+        self.evaluation_noise = EVALUATION_NOISE
+        first_row = 0 if resumed is None else resumed.queue.first_row
         self.engine = build_engine(args, trainer.accelerator.device)
         self.queue = GenerationQueue(
             engine=self.engine,
-            prompts=PromptStream(prompt_rows(trainer), lambda row: tokenize_prompt(trainer, row)),
+            prompts=PromptStream(
+                prompt_rows(trainer, first_row), lambda row: tokenize_prompt(trainer, row), first_row
+            ),
             score=self._scorer,
             groups_per_batch=groups_per_batch(args),
             num_rollouts=args.num_generations,
@@ -75,6 +84,10 @@ class Session:
             spec = (merged_spec if self._merges else policy_spec)(model, dtype)
             self.engine.start(spec, sampling, self._collect(model, version, complete=True))
             self.published_version = version
+            if resumed is not None:
+                self.queue.restore(resumed.queue, version)
+                self.published_version = resumed.publishes_counted_from
+                self.evaluation_noise = resumed.evaluation_noise or EVALUATION_NOISE
             self.queue.start(version)
         except BaseException:
             self.close()
@@ -111,8 +124,8 @@ class Session:
                 "set per_device_eval_batch_size to a multiple of it."
             )
         prompts = [Prompt(i, chunk[0], tokenize_prompt(trainer, chunk[0])) for i, chunk in enumerate(chunks)]
-        sampled = self.queue.sample([p.token_ids for p in prompts], size, first_noise_key=self._evaluation_noise)
-        self._evaluation_noise += len(prompts)
+        sampled = self.queue.sample([p.token_ids for p in prompts], size, first_noise_key=self.evaluation_noise)
+        self.evaluation_noise += len(prompts)
         groups = [Group(p, rollouts, None, version) for p, rollouts in zip(prompts, sampled, strict=True)]
         for group in groups:
             score = self._scorer(group)
@@ -131,14 +144,14 @@ class Session:
 
 
 def take_clock(trainer) -> TakeClock:
-    """When this `train()` call takes its batches."""
+    """When the run takes its batches, counted from its beginning, also when it goes on from a checkpoint."""
     args = trainer.args
     streams = isinstance(trainer.train_dataset, IterableDataset)
     return TakeClock(
         micro_steps_per_take=args.steps_per_generation * trainer.num_iterations,
         accumulation=args.gradient_accumulation_steps,
         micro_steps_per_epoch=None if streams else len(trainer.callback_handler.train_dataloader),
-        first_version=trainer.state.global_step,
+        first_version=0,
         last_version=trainer.state.max_steps,
     )
 
@@ -228,19 +241,21 @@ def check_dataset(args: A3POConfig, dataset: Dataset | IterableDataset) -> None:
         )
 
 
-def prompt_rows(trainer) -> Iterator[dict[str, Any]]:
-    """Dataset rows in GRPOTrainer's order, epoch after epoch; an incomplete last batch of an epoch is left out."""
+def prompt_rows(trainer, first_row: int = 0) -> Iterator[dict[str, Any]]:
+    """Dataset rows in GRPOTrainer's order, epoch after epoch, from number `first_row` on; an incomplete last batch of
+    an epoch is left out."""
     args, dataset = trainer.args, trainer.train_dataset
     groups = groups_per_batch(args)
     if isinstance(dataset, IterableDataset):
-        yield from _streamed_rows(dataset.shuffle(seed=args.seed) if trainer.shuffle_dataset else dataset, groups)
+        rows = _streamed_rows(dataset.shuffle(seed=args.seed) if trainer.shuffle_dataset else dataset, groups)
+        yield from itertools.islice(rows, first_row, None)
         return
     sampler = RepeatSampler(
         data_source=dataset, mini_repeat_count=1, batch_size=groups, shuffle=trainer.shuffle_dataset, seed=args.seed
     )
-    while True:
-        for index in sampler:
-            yield dataset[index]
+    indices = itertools.chain.from_iterable(itertools.repeat(sampler))
+    for index in itertools.islice(indices, first_row, None):
+        yield dataset[index]
 
 
 def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, Any]]:

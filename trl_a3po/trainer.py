@@ -15,12 +15,14 @@ the policy except for `proximal_method="recompute"`; no maths and no threads her
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import ProcessorMixin
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 from trl import GRPOTrainer
 
 from trl_a3po import objectives
@@ -28,6 +30,7 @@ from trl_a3po._compat import check_trl_hooks
 from trl_a3po.config import A3POConfig
 from trl_a3po.objectives import token_staleness
 from trl_a3po.report.plan import trainer_plan
+from trl_a3po.resume import RunState, begin_run, choose_checkpoint, load_run, rotation_held, save_run, written_whole
 from trl_a3po.rollout.records import Group
 from trl_a3po.session import Session, check_dataset, engine_dtype, engine_slots
 
@@ -67,22 +70,33 @@ class A3POTrainer(GRPOTrainer):
             )
         check_dataset(args, self.train_dataset)
         self._session: Session | None = None
+        self._resumed: RunState | None = None
+        self._holds_push = False
         self._taken: list[Group] | None = None
         self._loss_inputs: dict[str, Any] | None = None
         self._objective_stats: Any | None = None
 
     # --- a run's beginning and end ------------------------------------------------------------------------------
 
-    def train(self, *args, **kwargs):
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """As GRPOTrainer's; `resume_from_checkpoint=True` takes the newest checkpoint that was written whole, and a
+        resumed run goes on exactly where it was saved: the same prompts, groups and half-used batch."""
         if self.args.dry_run:
             print(self.plan())
             return TrainOutput(self.state.global_step, 0.0, {})
-        # Half-used batches of an interrupted run carry the versions of that run.
-        self._step, self._buffered_inputs = 0, None
+        folder = choose_checkpoint(resume_from_checkpoint, self.args.output_dir) if resume_from_checkpoint else None
+        self._resumed = load_run(self, folder) if folder else None
+        begin_run(self, self._resumed)
         try:
-            return super().train(*args, **kwargs)
+            return super().train(str(folder) if folder else None, *args, **kwargs)
         finally:
             self.close()
+
+    def _run_epoch(self, *args, **kwargs):
+        if self.state.global_step >= self.state.max_steps:  # resumed at its end: Trainer would train one more step
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def plan(self) -> str:
         """What the run resolves to, for a person: batches, staleness, engine, memory."""
@@ -92,16 +106,50 @@ class A3POTrainer(GRPOTrainer):
 
     def close(self) -> None:
         """Stop generating and free the engine. Called at the end of `train`; idempotent."""
-        session, self._session, self._taken = self._session, None, None
+        session, self._session, self._taken, self._resumed = self._session, None, None, None
         if session is not None:
             session.close()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model, trial):
+        if self._session is None:  # outside of training there is no queue to save
+            super()._save_checkpoint(model, trial)
+            return
+        version, run_dir = self.state.global_step, self._get_output_dir(trial=trial)
+        folder = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{version}"
+        with written_whole(folder, version):
+            save_run(self, folder)
+            with rotation_held(self.args), self._push_held():
+                super()._save_checkpoint(model, trial)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)  # again, with its save_total_limit
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+        best = self.state.best_model_checkpoint
+        rotate_checkpoints(run_dir, self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
+
+    @contextmanager
+    def _push_held(self) -> Iterator[None]:
+        self._holds_push = True
+        try:
+            yield
+        finally:
+            self._holds_push = False
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if not self._holds_push:  # a checkpoint is pushed when it is complete
+            super()._push_from_checkpoint(checkpoint_folder)
 
     # --- taking a batch -----------------------------------------------------------------------------------------
 
     def _prepare_inputs(self, generation_batch):
-        if self.model.training and self._starts_generation_batch():
-            generation_batch = self._take()
-        elif not self.model.training and self._session is not None:
+        if self.model.training:
+            if self._session is None:
+                with self._timed("a3po/time/engine_start"):
+                    self._session = Session(self, self._resumed)
+            if self._starts_generation_batch():
+                generation_batch = self._take()
+        elif self._session is not None:
             self._taken = self._session.evaluate(self, generation_batch)
         return super()._prepare_inputs(generation_batch)
 
@@ -112,9 +160,6 @@ class A3POTrainer(GRPOTrainer):
     def _take(self) -> list[dict[str, Any]]:
         """Publish, then take a batch: its rows, one per rollout, stand in for the dataloader's."""
         version = self.state.global_step
-        if self._session is None:
-            with self._timed("a3po/time/engine_start"):
-                self._session = Session(self)
         with self._timed("a3po/time/publish"):
             self._session.publish_if_due(self.accelerator.unwrap_model(self.model), version)
         with self._timed("a3po/time/wait"):

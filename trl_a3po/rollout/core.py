@@ -9,8 +9,9 @@ Guarantees, whatever the order of events (invariants 1 to 4):
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trl_a3po.engines.protocol import EngineEvent, GroupFailed, GroupFinished, GroupRequest
@@ -19,12 +20,14 @@ from trl_a3po.rollout.admission import TakePlan
 from trl_a3po.rollout.endings import GenerationFailed, StampError
 from trl_a3po.rollout.outcomes import Ledger, Outcomes, Rejection
 from trl_a3po.rollout.prompts import PromptStream
+from trl_a3po.rollout.queue_state import OutstandingState, QueueState
 from trl_a3po.rollout.records import Group, Prompt, Rollout, Score
 from trl_a3po.rollout.take_order import Choice, choose_batch
 
 Stage = Literal["to submit", "in the engine", "waiting for its reward", "being scored", "ready"]
 Admission = Literal["open", "total_takes", "max_staleness", "max_in_flight", "prompts", "end of data"]
 
+FINISHED: tuple[Stage, ...] = ("waiting for its reward", "being scored", "ready")
 SPARE_BATCHES = 2  # prompts kept tokenised beyond what may be submitted: the batch a publish opens, and replacements
 
 
@@ -155,7 +158,8 @@ class QueueCore:
 
     def submissions(self) -> list[GroupRequest]:
         """The requests to hand to the engine now: retries first, then new prompts as far as admission allows."""
-        requests = [self._submit(item) for item in self.order if item.stage == "to submit"]
+        trainable = (self.plan.total_takes - self.next_take) * self.plan.groups_per_batch
+        requests = [self._submit(item) for item in self.order[:trainable] if item.stage == "to submit"]
         while self.admission() == "open":
             prompt, now = self.prompts.pop(), self.clock()
             self._ledger.prompt_popped(prompt.index)
@@ -235,6 +239,72 @@ class QueueCore:
         for item in list(self.order):
             self._leave(item, "unused")
         return in_engine
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def state(self) -> QueueState:
+        """A snapshot to go on from in another process, where what is in the engine now is sampled again."""
+        outcomes = self._ledger.snapshot()
+        if in_engine := self.count("in the engine"):
+            lost = Counter(outcomes.attempt_outcomes) + Counter({"unused: cut off, sampled again": in_engine})
+            open_attempts = outcomes.open_attempts - in_engine
+            outcomes = replace(outcomes, attempt_outcomes=dict(lost), open_attempts=open_attempts)
+        return QueueState(
+            next_take=self.next_take,
+            cursor=self.prompts.cursor,
+            published_version=self.published_version,
+            last_taken_version=self._last_taken_version,
+            rejected_in_a_row=self._rejected_in_a_row,
+            outcomes=outcomes,
+            outstanding=[_item_state(item) for item in self.order],
+        )
+
+    def restore(self, state: QueueState, prompts: dict[int, Prompt], version: int) -> None:
+        """Go on from `state`, with an engine that samples from `version`; before any other event.
+
+        Args:
+            prompts: the outstanding prompts by index, as the stream has them now.
+
+        Raises:
+            ValueError: a prompt is not the one it was, or a group would be older than `max_staleness` when taken.
+        """
+        self.next_take = state.next_take
+        self._last_taken_version = state.last_taken_version
+        self._rejected_in_a_row = state.rejected_in_a_row
+        for position, saved in enumerate(state.outstanding):
+            self._check_restored(position, saved, prompts[saved.prompt_index], version)
+            self.order.append(self._restored(saved, prompts[saved.prompt_index]))
+        open_prompts = [item.prompt.index for item in self.order]
+        self._ledger = Ledger.restored(state.outcomes, open_prompts, self._by_request)
+
+    def _restored(self, saved: OutstandingState, prompt: Prompt) -> Outstanding:
+        now = self.clock()
+        item = Outstanding(prompt, since=now, stage_since=now, failures=list(saved.failures))
+        if saved.rollouts is None:
+            item.attempt = saved.attempt - 1
+            return item
+        item.request_id, self._requests = self._requests, self._requests + 1
+        self._by_request[item.request_id] = item
+        item.attempt, item.submitted_version = saved.attempt, saved.submitted_version
+        item.group = Group(prompt, saved.rollouts, saved.score, saved.submitted_version, saved.attempt)
+        item.oldest, item.newest = _version_range(saved.rollouts)
+        item.stage = "waiting for its reward" if saved.score is None else "ready"
+        return item
+
+    def _check_restored(self, position: int, saved: OutstandingState, prompt: Prompt, version: int) -> None:
+        if list(prompt.token_ids) != saved.prompt_ids:
+            raise ValueError(
+                f"Prompt {saved.prompt_index} of the prompt stream is not the one it was when the checkpoint was "
+                "saved: resume with the dataset, the tokenizer and the chat template of that run."
+            )
+        take = self.plan.expected_take(self.next_take, position)
+        submitted = version if saved.rollouts is None else saved.submitted_version
+        if take < self.plan.total_takes and not self.plan.in_bound(take, submitted):
+            raise ValueError(
+                f"The checkpoint holds a group of version {submitted} for the take at version "
+                f"{self.plan.version_of_take(take)}, which max_staleness={self.plan.max_staleness} does not allow: "
+                "resume with at least the max_staleness of that run."
+            )
 
     # --- the steps they are made of -----------------------------------------------------------------------------
 
@@ -326,6 +396,20 @@ class QueueCore:
             self._ledger.end_attempt(item.request_id, kind, why)
             del self._by_request[item.request_id]
         self._ledger.end_prompt(item.prompt.index, kind, why)
+
+
+def _item_state(item: Outstanding) -> OutstandingState:
+    group, scored = item.group, item.stage == "ready"
+    attempt = item.attempt + 1 if item.stage == "to submit" else item.attempt
+    return OutstandingState(
+        prompt_index=item.prompt.index,
+        prompt_ids=list(item.prompt.token_ids),
+        submitted_version=item.submitted_version,
+        attempt=attempt,
+        failures=list(item.failures),
+        rollouts=list(group.rollouts) if item.stage in FINISHED else None,
+        score=group.score if scored else None,
+    )
 
 
 def _version_range(rollouts: list[Rollout]) -> tuple[int | None, int | None]:

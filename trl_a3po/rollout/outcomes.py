@@ -7,8 +7,9 @@ final outcome; ending either twice, or one that never began, raises. So at any t
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 Kind = Literal["trained", "rejected", "failed", "unused"]
 
@@ -59,6 +60,16 @@ class Ledger:
         self._open_attempts: set[int] = set()
         self._prompt_outcomes: Counter[str] = Counter()
         self._attempt_outcomes: Counter[str] = Counter()
+
+    @classmethod
+    def restored(cls, outcomes: Outcomes, open_prompts: Iterable[int], open_attempts: Iterable[int]) -> Self:
+        """The books of an earlier process, carried on: what is open, by prompt index and by request id."""
+        ledger = cls()
+        ledger._prompts, ledger._attempts = outcomes.prompts, outcomes.attempts
+        ledger._open_prompts, ledger._open_attempts = set(open_prompts), set(open_attempts)
+        ledger._prompt_outcomes = Counter(outcomes.prompt_outcomes)
+        ledger._attempt_outcomes = Counter(outcomes.attempt_outcomes)
+        return ledger
 
     def prompt_popped(self, index: int) -> None:
         if index in self._open_prompts:

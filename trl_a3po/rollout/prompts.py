@@ -5,7 +5,7 @@ are not thread-safe); prompts come out in the order of the rows, each once, numb
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from trl_a3po.rollout.records import Prompt
@@ -17,15 +17,18 @@ class PromptStream:
     Args:
         source: dataset rows in training order, over all epochs.
         tokenize: row -> token ids of its prompt.
+        first_row: number of the first row of `source`; those before it are done with.
     """
 
-    def __init__(self, source: Iterator[dict[str, Any]], tokenize: Callable[[dict[str, Any]], list[int]]):
+    def __init__(
+        self, source: Iterator[dict[str, Any]], tokenize: Callable[[dict[str, Any]], list[int]], first_row: int = 0
+    ):
         self._source = source
         self._tokenize = tokenize
         self._buffer: deque[Prompt] = deque()
         self._row: dict[str, Any] | None = None  # read and not yet tokenised: a row that raises is not skipped
-        self._tokenised = 0
-        self.cursor = 0
+        self._tokenised = first_row
+        self.cursor = first_row
         self.source_ended = False
 
     @property
@@ -37,6 +40,27 @@ class PromptStream:
     def exhausted(self) -> bool:
         """No prompt is left, neither buffered nor in the source."""
         return self.source_ended and not self._buffer
+
+    def recall(self, cursor: int, indices: Collection[int]) -> dict[int, Prompt]:
+        """Pass over the rows up to `cursor`, tokenising only `indices` among them, which are returned. Main thread
+        only, before anything else is read.
+
+        Raises:
+            ValueError: the source ends before `cursor`.
+        """
+        recalled = {}
+        while self.cursor < cursor:
+            row = next(self._source, None)
+            if row is None:
+                raise ValueError(
+                    f"The prompt stream ends after {self.cursor} rows, but {cursor} had been used when the checkpoint "
+                    "was saved: resume with the dataset of that run."
+                )
+            if self.cursor in indices:
+                recalled[self.cursor] = Prompt(self.cursor, row, self._tokenize(row))
+            self.cursor += 1
+        self._tokenised = self.cursor
+        return recalled
 
     def fill(self, count: int) -> None:
         """Tokenise until `count` prompts are buffered or the source ends. Main thread only.

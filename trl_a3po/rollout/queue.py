@@ -26,6 +26,7 @@ from trl_a3po.rollout.core import QueueCore
 from trl_a3po.rollout.endings import EndOfData, QueueClosed
 from trl_a3po.rollout.outcomes import Outcomes, Rejection
 from trl_a3po.rollout.prompts import PromptStream
+from trl_a3po.rollout.queue_state import QueueState
 from trl_a3po.rollout.records import Group, Rollout, Score
 from trl_a3po.rollout.side_requests import SideRequests
 from trl_a3po.rollout.waiting import QueueStatus, queue_status, stall_report, starved
@@ -112,6 +113,30 @@ class GenerationQueue:
             thread = threading.Thread(target=self._guarded, args=(target,), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def restore(self, state: QueueState, version: int) -> None:
+        """Go on where another process saved `state`, from an engine that samples from `version`. Main thread only,
+        before `start(version)`; the prompt stream begins at `state.first_row`.
+
+        Raises:
+            ValueError: the prompts are not those of that process, or `max_staleness` is too small for its groups.
+        """
+        if self._threads:
+            raise RuntimeError("restore was called after start.")
+        prompts = self._prompts.recall(state.cursor, {item.prompt_index for item in state.outstanding})
+        with self._changed:
+            self._core.restore(state, prompts, version)
+
+    def state(self) -> QueueState:
+        """A snapshot to `restore` from; the queue goes on.
+
+        Raises:
+            EngineError, RewardError, GenerationFailed, StampError: what stopped the background work.
+            QueueClosed: the queue is closed.
+        """
+        with self._changed:
+            self._raise_if_over()
+            return self._core.state()
 
     def publish(self, update: WeightUpdate) -> None:
         """Publish `update` to the engine and let admission follow. Main thread only.
