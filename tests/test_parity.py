@@ -3,42 +3,13 @@
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
-from tests.tiny import VOCAB, save_tiny_model, tiny_prompts
-from trl_a3po import A3POConfig, A3POTrainer
-from trl_a3po.testing import StubEngine, scripted_completion
+from tests.runs import ScriptedGRPOTrainer, assert_same_gradients, build, train_recorded
+from tests.tiny import save_tiny_model
+from trl_a3po import A3POTrainer
 
-GENERATIONS, LENGTH = 4, 8
-COMPLETE = scripted_completion(VOCAB, LENGTH)
 TOLERANCE = {"sgd": 1e-5, "adamw_torch": 1e-4}
 LEARNING_RATE = {"sgd": 0.3, "adamw_torch": 3e-3}
-
-
-class ScriptedGRPOTrainer(GRPOTrainer):
-    """GRPOTrainer whose completions are those of the stub engine."""
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        seen: dict[tuple, int] = {}
-        completions = []
-        for prompt in prompt_ids:
-            number = seen[tuple(prompt)] = seen.get(tuple(prompt), -1) + 1
-            completions.append(COMPLETE(prompt, number))
-        return completions, None
-
-
-class GradientRecorder(TrainerCallback):
-    def __init__(self):
-        self.gradients = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        named = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        self.gradients.append(named)
-
-
-def reward(completion_ids, target, **kwargs):
-    return [(sum(ids) + t) % 11 / 10 for ids, t in zip(completion_ids, target, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -52,53 +23,23 @@ def same_rows_in_each_micro_batch(monkeypatch):
     monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch)
 
 
-def run(trainer_class, config_class, model_path, tmp_path, lora, settings):
-    recorder = GradientRecorder()
-    args = config_class(
-        output_dir=str(tmp_path / trainer_class.__name__),
-        per_device_train_batch_size=4,
-        num_generations=GENERATIONS,
-        max_completion_length=LENGTH,
-        max_steps=4,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.5,
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        use_bias_correction_kl=False,
-        model_init_kwargs={"dtype": "float32"},
-        **settings,
-    )
-    torch.manual_seed(3)  # the adapter's initialisation
-    trainer = trainer_class(
-        model_path,
-        reward,
-        args=args,
-        train_dataset=tiny_prompts(),
-        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
-        callbacks=[recorder],
-    )
+def run(model_path, tmp_path, trainer_class, lora, settings):
+    peft_config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
+    trainer = build(model_path, tmp_path, trainer_class, peft_config=peft_config, **settings)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
+    gradients = train_recorded(trainer)
     after = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    return before, after, recorder.gradients
+    return before, after, gradients
 
 
 def assert_parity(model_path, tmp_path, *, lora, optim, ours=None, **settings):
     settings |= {"optim": optim, "learning_rate": LEARNING_RATE[optim]}
-    before, expected, their_gradients = run(ScriptedGRPOTrainer, GRPOConfig, model_path, tmp_path, lora, settings)
-    mine = {"max_staleness": 0, "engine": StubEngine(COMPLETE), **(ours or {})}
-    started, found, our_gradients = run(A3POTrainer, A3POConfig, model_path, tmp_path, lora, settings | mine)
+    before, expected, their_gradients = run(model_path, tmp_path, ScriptedGRPOTrainer, lora, settings)
+    started, found, our_gradients = run(model_path, tmp_path, A3POTrainer, lora, settings | (ours or {}))
     assert all(torch.equal(before[name], started[name]) for name in before)
     assert max((expected[name] - before[name]).abs().max() for name in before) > 100 * TOLERANCE[optim]
-    assert len(our_gradients) == len(their_gradients) == 4
-    for theirs, mine in zip(their_gradients, our_gradients, strict=True):
-        assert theirs.keys() == mine.keys()
-        for name, gradient in theirs.items():
-            torch.testing.assert_close(mine[name], gradient, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    assert len(our_gradients) == 4
+    assert_same_gradients(our_gradients, their_gradients)
     for name, parameter in expected.items():
         torch.testing.assert_close(found[name], parameter, rtol=0, atol=TOLERANCE[optim])
 
