@@ -33,8 +33,7 @@ def begin(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).unlink(missing_ok=True)
     _sync(folder)
-    for name in (STATE, GROUPS, BATCH):
-        (folder / name).unlink(missing_ok=True)
+    (folder / BATCH).unlink(missing_ok=True)
 
 
 def write_json(path: Path, values: Any) -> None:
