@@ -348,6 +348,15 @@ def test_a_damaged_folder_is_not_valid_and_says_why(tmp_path, damage, reason):
     assert re.search(reason, checkpoint.why_invalid(folder))
 
 
+def test_a_folder_cut_short_while_its_marker_was_written_can_be_written_again(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoint-1"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.os, "replace", lambda *paths: None)
+        write_checkpoint(folder)
+    assert "writing it was cut short" in checkpoint.why_invalid(folder)
+    assert checkpoint.why_invalid(write_checkpoint(folder)) is None
+
+
 def test_the_newest_valid_one_counts_by_step(tmp_path):
     for step in (8, 9, 10, 11):
         write_checkpoint(tmp_path / f"checkpoint-{step}", step)

@@ -33,7 +33,8 @@ def begin(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).unlink(missing_ok=True)
     _sync(folder)
-    (folder / BATCH).unlink(missing_ok=True)
+    for left in (folder / BATCH, *folder.glob(".a3po_*.partial")):
+        left.unlink(missing_ok=True)
 
 
 def write_json(path: Path, values: Any) -> None:
