@@ -248,25 +248,39 @@ def prompt_rows(trainer, first_row: int = 0) -> Iterator[dict[str, Any]]:
     groups = groups_per_batch(args)
     if isinstance(dataset, IterableDataset):
         rows = _streamed_rows(dataset.shuffle(seed=args.seed) if trainer.shuffle_dataset else dataset, groups)
-        yield from itertools.islice(rows, first_row, None)
-        return
-    sampler = RepeatSampler(
-        data_source=dataset, mini_repeat_count=1, batch_size=groups, shuffle=trainer.shuffle_dataset, seed=args.seed
-    )
-    indices = itertools.chain.from_iterable(itertools.repeat(sampler))
-    for index in itertools.islice(indices, first_row, None):
-        yield dataset[index]
+        rows = itertools.islice(rows, first_row, None)
+    else:
+        sampler = RepeatSampler(
+            data_source=dataset,
+            mini_repeat_count=1,
+            batch_size=groups,
+            shuffle=trainer.shuffle_dataset,
+            seed=args.seed,
+        )
+        indices = itertools.chain.from_iterable(itertools.repeat(sampler))
+        rows = (dataset[index] for index in itertools.islice(indices, first_row, None))
+    for row in rows:
+        yield _used_columns(trainer, row)
 
 
 def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, Any]]:
-    batches = 1
-    while batches:
-        batches, batch = 0, []
+    for epoch in itertools.count():
+        dataset.set_epoch(epoch)  # as the Trainer does: each epoch is shuffled anew
+        whole_batches, batch = 0, []
         for row in dataset:
             batch.append(row)
             if len(batch) == groups:
                 yield from batch
-                batches, batch = batches + 1, []
+                whole_batches, batch = whole_batches + 1, []
+        if whole_batches == 0:
+            return
+
+
+def _used_columns(trainer, row: dict[str, Any]) -> dict[str, Any]:
+    if not trainer.args.remove_unused_columns:
+        return row
+    trainer._set_signature_columns_if_needed()
+    return {name: value for name, value in row.items() if name in trainer._signature_columns}
 
 
 def tokenize_prompt(trainer, row: dict[str, Any]) -> list[int]:
