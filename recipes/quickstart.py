@@ -178,7 +178,9 @@ def main():
     folder = Path(arguments.output_dir)
     trainer.save_model(str(folder / "adapter"))
     (folder / "log_history.json").write_text(json.dumps(trainer.state.log_history, indent=1))
-    plot_run(trainer.state.log_history, folder / "run.png")
+    plot_run(
+        trainer.state.log_history, folder / "run.png", title=f"{Path(path).name} learns sums ({arguments.schedule})"
+    )
     console.print(f"adapter, log and plot are in {folder}")
 
 
