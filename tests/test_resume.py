@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -160,6 +161,34 @@ def test_epochs_that_end_inside_an_accumulation_window_keep_their_takes(build):
         resumed = build(f"resumed {step}", **settings)
         resumed.train(resume_from_checkpoint=str(saved(whole, step)))
         assert_same_run(resumed, whole)
+
+
+def test_a_streamed_dataset_resumes_at_its_row_in_any_epoch(build):
+    settings = {"num_iterations": 2, "max_steps": 8}  # two epochs of four rows
+    whole = build(train_dataset=tiny_prompts(4).to_iterable_dataset(), **settings)
+    whole.train()
+    resumed = build("resumed", train_dataset=tiny_prompts(4).to_iterable_dataset(), **settings)
+    resumed.train(resume_from_checkpoint=str(saved(whole, 3)))
+    assert_same_run(resumed, whole)
+    # In a later epoch the Trainer restores the noise that shuffles a batch's rows elsewhere; the prompts are the same.
+    resumed = build("resumed", train_dataset=tiny_prompts(4).to_iterable_dataset(), **settings)
+    resumed.train(resume_from_checkpoint=str(saved(whole, 6)))
+    assert [g.prompt.example for _, groups in resumed.takes for g in groups] == [
+        g.prompt.example for version, groups in whole.takes for g in groups if version >= 6
+    ]
+
+
+def test_skipping_no_data_keeps_the_prompts_and_is_refused_where_it_would_move_them(build):
+    whole = build(max_steps=6)
+    whole.train()
+    resumed = build("resumed", max_steps=6, ignore_data_skip=True)
+    resumed.train(resume_from_checkpoint=str(saved(whole, 3)))
+    assert indices(resumed.takes) == indices(whole.takes)[6:]
+    ragged = {"gradient_accumulation_steps": 3, "steps_per_generation": 2, "max_steps": 4}
+    build("ragged", train_dataset=tiny_prompts(8), **ragged).train()
+    skipping = build("ragged", train_dataset=tiny_prompts(8), ignore_data_skip=True, **ragged)
+    with pytest.raises(ValueError, match="ignore_data_skip=True moves the end of the epoch"):
+        skipping.train(resume_from_checkpoint=True)
 
 
 # --- along the lineage --------------------------------------------------------------------------------------------
@@ -313,12 +342,16 @@ def test_the_best_model_is_loaded_at_the_end_and_its_checkpoint_kept(build):
         per_device_eval_batch_size=4,
         max_steps=8,
         load_best_model_at_end=True,
-        metric_for_best_model="eval_rewards/reward/std",
-        learning_rate=0.0,  # every evaluation scores the same: the first stays best
+        metric_for_best_model="eval_reward",  # completions are scripted: the first evaluation stays the best
+        greater_is_better=True,
     )
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     assert best == saved(trainer, 2)
+    weights, last = load_file(best / "model.safetensors"), load_file(saved(trainer, 8) / "model.safetensors")
+    loaded = trainer.model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
+    assert any(not torch.equal(last[name], tensor) for name, tensor in weights.items())
     assert checkpoint.checkpoints(Path(trainer.args.output_dir)) == [best, saved(trainer, 8)]
     assert checkpoint.why_invalid(best) is None and checkpoint.why_invalid(saved(trainer, 8)) is None
 

@@ -14,6 +14,9 @@ INSTALL = 'pip install "trl>=1.16,<1.17"'
 
 # The parameters each wrapped method is relied on to have, in order.
 HOOKS = {
+    "train": ("self", "resume_from_checkpoint"),
+    "_save_checkpoint": ("self", "model", "trial"),
+    "_push_from_checkpoint": ("self", "checkpoint_folder"),
     "_prepare_inputs": ("self", "generation_batch"),
     "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations"),
     "_generate_and_score_completions": ("self", "inputs"),
