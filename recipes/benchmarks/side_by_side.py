@@ -56,6 +56,9 @@ def parse_arguments():
     parser.add_argument("--lengths", choices=["equal", "geometric"], default="equal")
     parser.add_argument("--reward_seconds", type=float, default=0.0, help="how long a reward function waits")
     parser.add_argument("--max_staleness", type=int, default=2)
+    parser.add_argument(
+        "--slots", type=int, help="completions A3POTrainer's engine decodes at a time; few: it is slow"
+    )
     parser.add_argument("--steps", type=int, default=10, help="measured steps")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument(
@@ -158,6 +161,7 @@ def run(name, arguments, folder, vocab_size) -> dict[str, float]:
         args = A3POConfig(
             **settings,
             **ARMS[name],
+            engine_slots=arguments.slots,
             max_staleness=arguments.max_staleness,
             engine_threads=arguments.threads - half or 1,
         )
@@ -194,6 +198,13 @@ def main():
     for name, mean in results.items():
         table.add_row(name, *(f"{mean[part]:.2f}" for part in (*PARTS, "step")), f"{mean['step'] / first:.2f}x")
     console.print(table)
+    if "sync" in results:
+        sync = results["sync"]
+        generation, training = sync["wait"], sync["step"] - sync["wait"]
+        console.print(
+            f"generation and rewards {generation:.2f} s, training {training:.2f} s: one after the other "
+            f"{generation + training:.2f} s, ideally overlapped {max(generation, training):.2f} s a step"
+        )
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "seconds": results}, indent=1))
 
