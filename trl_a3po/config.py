@@ -27,6 +27,8 @@ CHOICES = {
     "shared_prompt": ("auto", "on", "off"),
 }
 
+ENGINE_METHODS = ("start", "submit", "wait", "cancel", "publish", "stats", "close")
+
 # Values of the public interface that this version does not run yet, and what to set until it does.
 NOT_YET = {
     ("schedule", "periodic"): "'async' or 'sync'",
@@ -290,6 +292,7 @@ class A3POConfig(GRPOConfig):
         super().__post_init__()
         self._map_trl_vllm_fields()
         self._check_names()
+        self._check_engine_device()
         self._check_numbers()
         self._check_objective()
         self._check_staleness()
@@ -342,6 +345,8 @@ class A3POConfig(GRPOConfig):
                 f"engine={self.engine!r} is not known: set 'transformers', 'vllm', or an object with the methods of "
                 "trl_a3po.engines.protocol.Engine."
             )
+        if not isinstance(self.engine, str):
+            self._check_engine_object()
         for (name, value), instead in NOT_YET.items():
             if isinstance(getattr(self, name), str) and getattr(self, name) == value:
                 raise ValueError(f"{name}={value!r} is not available in this version: set {instead}.")
@@ -355,6 +360,30 @@ class A3POConfig(GRPOConfig):
                 "use_transformers_continuous_batching=True has no effect here: the 'transformers' engine batches "
                 "continuously by itself. Leave it False."
             )
+
+    def _check_engine_object(self):
+        if isinstance(self.engine, type):
+            raise ValueError(f"engine={self.engine.__name__} is a class: pass an object of it.")
+        missing = [name for name in ENGINE_METHODS if not callable(getattr(self.engine, name, None))]
+        if missing:
+            raise ValueError(
+                f"engine is a {type(self.engine).__name__} without {', '.join(missing)}: set 'transformers', 'vllm', "
+                "or an object with the methods of trl_a3po.engines.protocol.Engine."
+            )
+
+    def _check_engine_device(self):
+        if self.engine_device is None:
+            return
+        here = f"'cpu'{' or an accelerator of this machine' if torch.accelerator.is_available() else ''}"
+        try:
+            device = torch.device(self.engine_device)
+        except RuntimeError:
+            raise ValueError(f"engine_device={self.engine_device!r} is not a device: set {here}.") from None
+        accelerator = torch.accelerator.current_accelerator()
+        known = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+        last = 0 if device.type == "cpu" else torch.accelerator.device_count() - 1
+        if device.type not in known or (device.index or 0) > last:
+            raise ValueError(f"engine_device={self.engine_device!r} does not exist here: set {here}.")
 
     def _check_numbers(self):
         at_least = {

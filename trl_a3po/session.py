@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from peft import PeftModel
 from torch import nn
 from transformers import GenerationConfig
@@ -20,6 +20,7 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.trainer.utils import RepeatSampler
 
+from trl_a3po.checks import check_prompt, check_prompt_ids, groups_per_batch
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.embedded.engine import TransformersEngine
 from trl_a3po.engines.protocol import Engine, SamplingSettings
@@ -156,11 +157,6 @@ def take_clock(trainer) -> TakeClock:
     )
 
 
-def groups_per_batch(args: A3POConfig) -> int:
-    """B: the prompts of one generation batch."""
-    return args.generation_batch_size // args.num_generations
-
-
 def engine_slots(args: A3POConfig) -> int:
     return args.engine_slots or min(args.generation_batch_size, MOST_SLOTS)
 
@@ -215,30 +211,14 @@ def sampling_settings(args: A3POConfig, generation_config: GenerationConfig) -> 
         top_k=args.top_k,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
-        stop_token_ids=tuple([stop] if isinstance(stop, int) else stop),
+        stop_token_ids=tuple(
+            token for token in ([stop] if isinstance(stop, int) else stop or ()) if token is not None
+        ),
         suppress_token_ids=tuple(generation_config.suppress_tokens or ()),
         min_new_tokens=generation_config.min_new_tokens or 0,
         pad_token_id=generation_config.pad_token_id,
         seed=args.seed,
     )
-
-
-def check_dataset(args: A3POConfig, dataset: Dataset | IterableDataset) -> None:
-    """Raise `ValueError` for rows that cannot be prompts, and for fewer rows than one batch takes."""
-    if dataset.column_names is not None and "prompt" not in dataset.column_names:
-        raise ValueError(
-            f"train_dataset has the columns {', '.join(sorted(dataset.column_names))}, but no 'prompt': rename the "
-            "column that holds the prompt, as text or as a list of messages."
-        )
-    if dataset.column_names is not None and {"image", "images"} & set(dataset.column_names):
-        raise ValueError("train_dataset has images, which are not supported yet: remove the column.")
-    groups = groups_per_batch(args)
-    if isinstance(dataset, Dataset) and len(dataset) < groups:
-        raise ValueError(
-            f"train_dataset has {len(dataset)} rows, fewer than the {groups} prompts of one generation batch "
-            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}): use more "
-            "rows or a smaller batch."
-        )
 
 
 def prompt_rows(trainer, first_row: int = 0) -> Iterator[dict[str, Any]]:
@@ -287,12 +267,13 @@ def tokenize_prompt(trainer, row: dict[str, Any]) -> list[int]:
     """The prompt's tokens as TRL makes them.
 
     Raises:
-        ValueError: the row has no `prompt`.
+        ValueError: the row's prompt is not one, or does not fit the model.
     """
-    if "prompt" not in row:
-        raise ValueError(f"A row of train_dataset has the columns {', '.join(sorted(row))}, but no 'prompt'.")
+    check_prompt(row, trainer.processing_class)
     prompt_ids, _, _ = trainer._tokenize_prompts([row["prompt"]])
-    return list(prompt_ids[0])
+    token_ids = list(prompt_ids[0])
+    check_prompt_ids(token_ids, row, trainer.args, trainer.model.config.get_text_config())
+    return token_ids
 
 
 class CompletionDecoder:

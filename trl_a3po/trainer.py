@@ -20,19 +20,28 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import ProcessorMixin
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 from trl import GRPOTrainer
 
 from trl_a3po import objectives
 from trl_a3po._compat import check_trl_hooks
+from trl_a3po.checks import (
+    argument_names,
+    check_arguments,
+    check_columns,
+    check_completions,
+    check_dataset,
+    check_policy,
+    check_processing_class,
+    groups_per_batch,
+)
 from trl_a3po.config import A3POConfig
 from trl_a3po.objectives import token_staleness
 from trl_a3po.report.plan import trainer_plan
 from trl_a3po.resume import RunState, begin_run, choose_checkpoint, load_run, rotation_held, save_run, written_whole
 from trl_a3po.rollout.records import Group
-from trl_a3po.session import Session, check_dataset, engine_dtype, engine_slots
+from trl_a3po.session import Session, engine_dtype, engine_slots, sampling_settings
 
 check_trl_hooks(GRPOTrainer)
 
@@ -61,14 +70,13 @@ class A3POTrainer(GRPOTrainer):
 
     def __init__(self, model, reward_funcs=None, args: A3POConfig | None = None, *arguments, **options):
         args = args if args is not None else A3POConfig("trainer_output")
-        _refuse_unsupported(args, options)
-        super().__init__(model, reward_funcs, args, *arguments, **options)
-        if isinstance(self.processing_class, ProcessorMixin):
-            raise ValueError(
-                f"processing_class is a {type(self.processing_class).__name__}: multimodal models are not supported "
-                "yet. Pass a text model and its tokenizer."
-            )
-        check_dataset(args, self.train_dataset)
+        others = dict(zip(argument_names(GRPOTrainer)[3:], arguments, strict=False)) | options
+        check_arguments(model, reward_funcs, args, others)
+        super().__init__(model, reward_funcs, args, **others)
+        check_processing_class(self.processing_class)
+        check_dataset(args, self.train_dataset, self.processing_class)
+        check_columns("eval_dataset", self.eval_dataset)
+        check_policy(args, self.accelerator.unwrap_model(self.model), sampling_settings(args, self.generation_config))
         self._session: Session | None = None
         self._resumed: RunState | None = None
         self._holds_push = False
@@ -97,6 +105,11 @@ class A3POTrainer(GRPOTrainer):
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
+        if self._session is None and self._resumed is None:  # Trainer would end such a run with a warning
+            raise ValueError(
+                f"train_dataset holds fewer than the {groups_per_batch(self.args)} prompts of one generation batch: "
+                "give it more rows, or set a smaller generation_batch_size."
+            )
 
     def plan(self) -> str:
         """What the run resolves to, for a person: batches, staleness, engine, memory."""
@@ -176,6 +189,8 @@ class A3POTrainer(GRPOTrainer):
                 "The prompts of the batch tokenise differently now than when they were submitted to the engine: the "
                 "tokenizer or chat template must not change during training."
             )
+        vocab_size = self.model.config.get_text_config().vocab_size
+        check_completions(self._taken, self.max_completion_length, vocab_size)
         rollouts = [rollout for group in self._taken for rollout in group.rollouts]
         return [list(rollout.token_ids) for rollout in rollouts], [list(rollout.logps) for rollout in rollouts]
 
@@ -333,17 +348,3 @@ def completion_columns(groups: list[Group], version: int) -> dict[str, list]:
         "staleness": [version - sum(r.versions) / len(r.versions) for r in rollouts],
         "w": [float("nan")] * len(rollouts),
     }
-
-
-def _refuse_unsupported(args: A3POConfig, options: dict[str, Any]) -> None:
-    if not isinstance(args, A3POConfig):
-        raise TypeError(f"args is a {type(args).__name__}: pass an A3POConfig, which takes every field of GRPOConfig.")
-    for name, instead in (
-        ("tools", "train without tools"),
-        ("rollout_func", "pass an `engine` object in A3POConfig"),
-        ("environment_factory", "put the prompts into `train_dataset` and the score into `reward_funcs`"),
-    ):
-        if options.get(name):
-            raise ValueError(f"{name} is not supported in asynchronous generation yet: {instead}, or use GRPOTrainer.")
-    if args.world_size > 1:
-        raise ValueError(f"{args.world_size} processes were launched, but this version trains in one: launch one.")

@@ -42,7 +42,7 @@ def test_memory_counts_trained_parameters_only():
 
 
 def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys):
-    args = config(dry_run=True, max_steps=4, model_init_kwargs={"dtype": "float32"})
+    args = config(dry_run=True, max_steps=4, max_completion_length=32, model_init_kwargs={"dtype": "float32"})
     args.output_dir = str(tmp_path / "run")
     model = save_tiny_model(tmp_path / "model")
     trainer = A3POTrainer(model, lambda **kwargs: [], args=args, train_dataset=tiny_prompts())

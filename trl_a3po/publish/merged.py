@@ -24,12 +24,12 @@ def merged_spec(model: PeftModel, dtype: torch.dtype) -> PolicySpec:
     Raises:
         ValueError: a layer whose adapter cannot be merged out of place.
     """
-    base = base_model(model)
+    base, plan = base_model(model), _plan(model)
     config = copy.deepcopy(base.config)
     if config.get_text_config().tie_word_embeddings:
         head = base.get_output_embeddings()
         path = next(path for path, module in base.named_modules() if module is head)
-        if f"{_plain(path)}.weight" in _plan(model):
+        if f"{_plain(path)}.weight" in plan:
             config.tie_word_embeddings = False
             config.get_text_config().tie_word_embeddings = False
     return PolicySpec(type(base), config, dtype)

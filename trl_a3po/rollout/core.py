@@ -348,6 +348,12 @@ class QueueCore:
                 f"The engine returned {len(event.rollouts)} rollouts for prompt {item.prompt.index}, but "
                 f"{self.num_rollouts} were asked for: a group is complete or it has failed."
             )
+        strangers = [type(rollout).__name__ for rollout in event.rollouts if not isinstance(rollout, Rollout)]
+        if strangers:
+            raise EngineError(
+                f"The engine returned a {strangers[0]} for prompt {item.prompt.index}: GroupFinished holds a list of "
+                "trl_a3po.rollout.records.Rollout."
+            )
         item.oldest, item.newest = _version_range(event.rollouts)
         if item.oldest is not None and item.oldest < item.submitted_version:
             raise StampError(

@@ -39,6 +39,8 @@ class Rollout:
             )
         if not self.token_ids:
             raise ValueError("A rollout must hold at least one token: the engine returned an empty completion.")
+        if min(self.token_ids) < 0:
+            raise ValueError(f"A rollout holds the token id {min(self.token_ids)}: token ids are 0 or more.")
         for position, logp in enumerate(self.logps):
             if not math.isfinite(logp) or logp > 1e-4:
                 raise ValueError(

@@ -60,15 +60,7 @@ class ModelForward:
         self._dtype = base.get_input_embeddings().weight.dtype
         self._deterministic = deterministic
         parameters = inspect.signature(type(base).forward).parameters
-        layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-        self._window = _checked_window(config, layer_types)
-        self._by_layer_type = "sliding_attention" in layer_types
-        _check(model, base, config, layer_types, parameters)
-        if deterministic and any(getattr(config, name, None) for name in _EXPERTS):
-            raise ValueError(
-                f"deterministic=True cannot hold for {config.model_type!r} models: how many tokens an expert computes "
-                "at once depends on the rest of the batch. Set deterministic=False."
-            )
+        self._window, self._by_layer_type = check_architecture(model, deterministic=deterministic)
         # The argument's name changed in transformers 5.2x.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.vocab_size: int = base.get_input_embeddings().num_embeddings
@@ -118,6 +110,25 @@ class ModelForward:
         """What to add to attention scores: `(N, L)` bool to `(N, 1, 1, L)`, 0 where visible."""
         hidden = torch.full(visible.shape, -torch.inf, dtype=self._dtype, device=visible.device)
         return hidden.masked_fill_(visible, 0.0)[:, None, None]
+
+
+def check_architecture(model: torch.nn.Module, *, deterministic: bool = False) -> tuple[int | None, bool]:
+    """The sliding window, and whether only layers of one type have it.
+
+    Raises:
+        ValueError: the architecture, its attention implementation or its positions are not supported.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    config = base.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = _checked_window(config, layer_types)
+    _check(model, base, config, layer_types, inspect.signature(type(base).forward).parameters)
+    if deterministic and any(getattr(config, name, None) for name in _EXPERTS):
+        raise ValueError(
+            f"deterministic=True cannot hold for {config.model_type!r} models: how many tokens an expert computes "
+            "at once depends on the rest of the batch. Set deterministic=False."
+        )
+    return window, "sliding_attention" in layer_types
 
 
 def _checked_window(config, layer_types: set[str]) -> int | None:

@@ -48,7 +48,7 @@ class Sampler:
     """
 
     def __init__(self, sampling: SamplingSettings, vocab_size: int, device: torch.device):
-        _check(sampling, vocab_size)
+        check_sampling(sampling, vocab_size)
         self._sampling = sampling
         self._stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
         self._suppress_ids = torch.tensor(sampling.suppress_token_ids, dtype=torch.long, device=device)
@@ -119,7 +119,7 @@ class Sampler:
         return torch.stack([tokens[:, 0].double(), logps.gather(1, tokens)[:, 0].double()])
 
 
-def _check(sampling: SamplingSettings, vocab_size: int) -> None:
+def check_sampling(sampling: SamplingSettings, vocab_size: int) -> None:
     def refuse(name: str, need: str):
         raise ValueError(f"{name}={getattr(sampling, name)} cannot be sampled with: it must be {need}.")
 

@@ -1,0 +1,227 @@
+"""What a run needs of its arguments, model, data and engine, checked before it costs anything.
+
+Guarantees: what can be known when the trainer is built is refused there; the rest where it is first seen, with the row
+or the completion it concerns. Nothing is changed.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate.utils import is_compiled_module
+from datasets import Dataset, IterableDataset
+from peft import PeftModel
+from transformers import PreTrainedModel, ProcessorMixin
+from trl.data_utils import is_conversational
+
+from trl_a3po.config import A3POConfig
+from trl_a3po.engines.embedded.forward import check_architecture
+from trl_a3po.engines.embedded.sampling import check_sampling
+from trl_a3po.engines.protocol import SamplingSettings
+from trl_a3po.errors import EngineError
+from trl_a3po.publish.collect import policy_spec
+from trl_a3po.publish.merged import merged_spec
+from trl_a3po.rollout.records import Group
+
+# --- before the trainer is built ------------------------------------------------------------------------------------
+
+
+def check_arguments(model: Any, reward_funcs: Any, args: A3POConfig, others: dict[str, Any]) -> None:
+    """Raise `TypeError` or `ValueError` for arguments of `A3POTrainer` that cannot be trained with; `others` are those
+    that were given beside the first three, by name."""
+    if not isinstance(args, A3POConfig):
+        raise TypeError(f"args is a {type(args).__name__}: pass an A3POConfig, which takes every field of GRPOConfig.")
+    for name, instead in (
+        ("tools", "train without tools"),
+        ("rollout_func", "pass an `engine` object in A3POConfig"),
+        ("environment_factory", "put the prompts into `train_dataset` and the score into `reward_funcs`"),
+    ):
+        if others.get(name):
+            raise ValueError(f"{name} is not supported in asynchronous generation yet: {instead}, or use GRPOTrainer.")
+    if args.world_size > 1:
+        raise ValueError(f"{args.world_size} processes were launched, but this version trains in one: launch one.")
+    check_processing_class(others.get("processing_class"))
+    if others.get("quantization_config") is not None or "quantization_config" in (args.model_init_kwargs or {}):
+        raise ValueError(
+            "quantization_config is set, but a quantised policy cannot be rebuilt in the engine yet: leave it out and "
+            "load the model in bfloat16, with a LoRA peft_config to save memory."
+        )
+    if not isinstance(model, str):
+        _check_model_object(model)
+    for func in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        if func is not None and not isinstance(func, str) and not callable(func):
+            raise TypeError(
+                f"reward_funcs holds {func!r}, which cannot be called: pass functions, reward models or their names."
+            )
+
+
+def check_processing_class(processing_class: Any) -> None:
+    """Raise `ValueError` for a processor of images, sound or video."""
+    if isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            f"processing_class is a {type(processing_class).__name__}: multimodal models are not supported yet. Pass "
+            "a text model and its tokenizer."
+        )
+
+
+def _check_model_object(model: Any) -> None:
+    if is_compiled_module(model):
+        raise ValueError(
+            "model was compiled by torch.compile: pass the model itself and set torch_compile=True, which compiles "
+            "only what is trained."
+        )
+    if not isinstance(model, (PreTrainedModel, PeftModel)):
+        raise TypeError(
+            f"model is a {type(model).__name__}: pass the name or folder of a model, a PreTrainedModel or a PeftModel."
+        )
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not base.can_generate():
+        raise ValueError(
+            f"model is a {type(base).__name__}, which has no head to generate text with: pass a causal language "
+            "model, as AutoModelForCausalLM loads it."
+        )
+
+
+# --- when it is built -----------------------------------------------------------------------------------------------
+
+
+def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling: SamplingSettings) -> None:
+    """Raise `ValueError` for a policy that the engine cannot be given, or cannot sample from with these settings."""
+    merges = args.lora_sync == "merged" and isinstance(model, PeftModel)
+    (merged_spec if merges else policy_spec)(model, model.dtype)
+    config = model.config.get_text_config()
+    check_sampling(sampling, config.vocab_size)
+    if args.engine == "transformers":
+        check_architecture(model, deterministic=args.deterministic)
+    context, longest = getattr(config, "max_position_embeddings", None), args.engine_max_prompt_tokens or 1
+    if context is not None and longest + args.max_completion_length > context:
+        raise ValueError(
+            f"max_completion_length={args.max_completion_length} with prompts of up to {longest} tokens does not fit "
+            f"into the model's context of {context} tokens: lower max_completion_length or engine_max_prompt_tokens."
+        )
+
+
+def groups_per_batch(args: A3POConfig) -> int:
+    """B: the prompts of one generation batch."""
+    return args.generation_batch_size // args.num_generations
+
+
+def check_dataset(args: A3POConfig, dataset: Dataset | IterableDataset, tokenizer: Any) -> None:
+    """Raise `ValueError` for rows that cannot be prompts, and for fewer rows than one batch takes."""
+    check_columns("train_dataset", dataset)
+    groups = groups_per_batch(args)
+    if isinstance(dataset, Dataset):
+        if len(dataset) < groups:
+            raise ValueError(
+                f"train_dataset has {len(dataset)} rows, fewer than the {groups} prompts of one generation batch "
+                f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}): use "
+                "more rows or a smaller batch."
+            )
+        check_prompt(dataset[0], tokenizer)
+    elif args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
+        raise ValueError(
+            f"train_dataset is a stream, and with steps_per_generation={args.steps_per_generation} and "
+            f"num_iterations={args.num_iterations} it may end inside an optimizer step, which cannot be planned for: "
+            "set steps_per_generation to a multiple of gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps}."
+        )
+
+
+def check_columns(name: str, dataset: Any) -> None:
+    """Raise `ValueError` for a dataset without prompts or with images; `name` is the trainer's argument."""
+    if isinstance(dataset, dict):
+        for key, part in dataset.items():
+            check_columns(f"{name}[{key!r}]", part)
+        return
+    columns = None if dataset is None else dataset.column_names
+    if columns is not None and "prompt" not in columns:
+        raise ValueError(
+            f"{name} has the columns {', '.join(sorted(columns))}, but no 'prompt': rename the column that holds the "
+            "prompt, as text or as a list of messages."
+        )
+    if columns is not None and {"image", "images"} & set(columns):
+        raise ValueError(f"{name} has images, which are not supported yet: remove the column.")
+
+
+# --- while it runs --------------------------------------------------------------------------------------------------
+
+
+def check_prompt(row: dict[str, Any], tokenizer: Any) -> None:
+    """Raise `ValueError` unless the row's `prompt` is text, or messages of text that the tokenizer has a template
+    for."""
+    if "prompt" not in row:
+        raise ValueError(f"A row of train_dataset has the columns {', '.join(sorted(row))}, but no 'prompt'.")
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return
+    if not isinstance(prompt, list) or not prompt or not is_conversational(row):
+        raise ValueError(
+            f"The prompt {_short(prompt)} is neither text nor a list of messages with 'role' and 'content': repair or "
+            f"remove the row {_short(row)}."
+        )
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "The prompts are lists of messages, but the tokenizer has no chat_template to write them with: set "
+            "processing_class.chat_template, or give the prompts as text."
+        )
+    parts = [part for message in prompt if isinstance(message["content"], list) for part in message["content"]]
+    other = {part["type"] for part in parts if part["type"] != "text"}
+    if other:
+        raise ValueError(
+            f"A message holds {', '.join(sorted(other))} beside text, which is not supported yet: remove the row "
+            f"{_short(row)}."
+        )
+
+
+def check_prompt_ids(token_ids: Sequence[int], row: dict[str, Any], args: A3POConfig, config: Any) -> None:
+    """Raise `ValueError` for a prompt that leaves no room in the model's context, or that the model cannot read."""
+    context, limit = getattr(config, "max_position_embeddings", None), args.engine_max_prompt_tokens
+    if context is not None and len(token_ids) + args.max_completion_length > context:
+        raise ValueError(
+            f"A prompt of {len(token_ids)} tokens and max_completion_length={args.max_completion_length} do not fit "
+            f"into the model's context of {context} tokens: shorten or remove the row {_short(row)}, or lower "
+            "max_completion_length."
+        )
+    if limit is not None and len(token_ids) > limit:
+        raise ValueError(
+            f"A prompt has {len(token_ids)} tokens, more than engine_max_prompt_tokens={limit}: raise it, or shorten "
+            f"or remove the row {_short(row)}."
+        )
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < config.vocab_size:
+        raise ValueError(
+            f"The tokenizer gives token ids from {min(token_ids)} to {max(token_ids)}, but the model's vocabulary is "
+            f"0 to {config.vocab_size - 1}: pass the model's own tokenizer as processing_class. The row: "
+            f"{_short(row)}."
+        )
+
+
+def check_completions(groups: Sequence[Group], max_completion_length: int, vocab_size: int) -> None:
+    """Raise `EngineError` for completions that no policy of this run can have sampled."""
+    for group in groups:
+        for rollout in group.rollouts:
+            where = f"The engine returned a completion of prompt {group.prompt.index}"
+            if not 0 <= min(rollout.token_ids) <= max(rollout.token_ids) < vocab_size:
+                raise EngineError(
+                    f"{where} with token ids from {min(rollout.token_ids)} to {max(rollout.token_ids)}, but the "
+                    f"model's vocabulary is 0 to {vocab_size - 1}: it samples from another model."
+                )
+            if len(rollout.token_ids) > max_completion_length:
+                raise EngineError(
+                    f"{where} of {len(rollout.token_ids)} tokens, more than max_completion_length="
+                    f"{max_completion_length}: it must stop there."
+                )
+            if min(rollout.versions) < 0:
+                raise EngineError(
+                    f"{where} with tokens of version -1, which no policy sampled: such tokens (of tools, for example) "
+                    "cannot be trained with yet, so the engine must leave them out."
+                )
+
+
+def argument_names(trainer_class: type) -> list[str]:
+    """Names of the constructor's arguments, in order, without `self`."""
+    return list(inspect.signature(trainer_class.__init__).parameters)[1:]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "…"
