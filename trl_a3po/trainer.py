@@ -38,6 +38,8 @@ from trl_a3po.checks import (
 )
 from trl_a3po.config import A3POConfig
 from trl_a3po.objectives import token_staleness
+from trl_a3po.publish.collect import base_model
+from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.report.plan import trainer_plan
 from trl_a3po.resume import RunState, begin_run, choose_checkpoint, load_run, rotation_held, save_run, written_whole
 from trl_a3po.rollout.records import Group
@@ -66,6 +68,15 @@ class A3POTrainer(GRPOTrainer):
     _paper: ClassVar = {
         "title": "A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy Approximation",
         "id": "2512.06547",
+        "citation": (
+            "@article{a3po2025,\n"
+            "    title         = {A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy "
+            "Approximation},\n"
+            "    year          = {2025},\n"
+            "    eprint        = {2512.06547},\n"
+            "    archivePrefix = {arXiv},\n"
+            "}"
+        ),
     }
 
     def __init__(self, model, reward_funcs=None, args: A3POConfig | None = None, *arguments, **options):
@@ -152,6 +163,13 @@ class A3POTrainer(GRPOTrainer):
     def _push_from_checkpoint(self, checkpoint_folder):
         if not self._holds_push:  # a checkpoint is pushed when it is complete
             super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(self, *args, **kwargs):
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            model = base_model(self.accelerator.unwrap_model(self.model))
+            folder = self.args.output_dir
+            complete_model_card(Path(folder) / "README.md", type(model).__name__, self.hub_model_id or folder)
 
     # --- taking a batch -----------------------------------------------------------------------------------------
 
