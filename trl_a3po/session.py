@@ -15,7 +15,7 @@ import torch
 from datasets import IterableDataset
 from peft import PeftModel
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TrainerState
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.trainer.utils import RepeatSampler
@@ -58,7 +58,7 @@ class Session:
             [None if isinstance(func, nn.Module) else func for func in trainer.reward_funcs],
             trainer.reward_func_names,
             CompletionDecoder(trainer.processing_class),
-            lambda: copy.copy(trainer.state),
+            lambda: state_snapshot(trainer.state),
         )
         self._weight_sync_steps = args.weight_sync_steps
         self.evaluation_noise = EVALUATION_NOISE
@@ -274,6 +274,14 @@ def tokenize_prompt(trainer, row: dict[str, Any]) -> list[int]:
     token_ids = list(prompt_ids[0])
     check_prompt_ids(token_ids, row, trainer.args, trainer.model.config.get_text_config())
     return token_ids
+
+
+def state_snapshot(state: TrainerState) -> TrainerState:
+    """A copy that reward functions may change without effect (the entries of `log_history` are shared)."""
+    snapshot = copy.copy(state)
+    snapshot.log_history = list(state.log_history)
+    snapshot.stateful_callbacks = dict(state.stateful_callbacks)
+    return snapshot
 
 
 class CompletionDecoder:

@@ -82,6 +82,11 @@ def _walk(module: nn.Module, path: str, adapter: str) -> Iterator[tuple[str, tor
 
 def _walk_lora(layer: Linear | Embedding, path: str, adapter: str) -> Iterator:
     adapted = adapter in layer.lora_A or adapter in layer.lora_embedding_A
+    if adapted and layer.lora_bias[adapter] and layer.get_base_layer().bias is None:
+        raise ValueError(
+            f'lora_sync="merged" cannot merge {path.rstrip(".")!r}: lora_bias=True trains a bias there, but the layer '
+            'has none to hold it. Use lora_sync="adapter".'
+        )
     for name, tensor in _own(layer.get_base_layer()):
         if adapted and name == "weight":
             yield f"{path}{name}", None, (True, lambda: _merged_weight(layer, adapter))
