@@ -1,10 +1,11 @@
 """One worker process as its parent sees it: how it is started, its last words, its end.
 
 Guarantees: the worker inherits the parent's environment and import path but no part of a distributed job's identity;
-what it prints is kept (the last 8 KiB) and not shown; `bury` leaves no zombie and no open file.
+what it prints is kept (the last 8 KiB); `bury` leaves no zombie, no open file, and nothing that the worker started.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -38,9 +39,14 @@ class WorkerProcess:
     """A started worker. `channel` is our end of its socket, `output_fd` what it prints (non-blocking).
 
     Start it from a thread that outlives it: Linux ends the worker when the thread that started it ends.
+
+    Args:
+        module: what the worker runs, as `python -m module SOCKET PARENT`; it calls `end_with_parent` first.
+        inherit_fds: open files that it inherits.
+        threads: its CPU threads, `None` for those of the environment.
     """
 
-    def __init__(self, *, inherit_fds: tuple[int, ...], threads: int | None):
+    def __init__(self, module: str, *, inherit_fds: tuple[int, ...] = (), threads: int | None = None):
         ours, theirs = socket.socketpair()
         self.output_fd, output = os.pipe()
         try:
@@ -49,7 +55,7 @@ class WorkerProcess:
                     sys.executable,
                     "-P",  # the folder we stand in must not shadow a library
                     "-m",
-                    "trl_a3po.engines.embedded.worker",
+                    module,
                     str(theirs.fileno()),
                     str(os.getpid()),
                 ],
@@ -71,6 +77,10 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
     def read_output(self) -> bool:
         """Keep what was printed since the last call; `False` when there will be no more."""
         while True:
@@ -88,19 +98,24 @@ class WorkerProcess:
 
     def bury(self, grace: float) -> str:
         """End the process if it does not within `grace` seconds, free what it held, and say how it ended."""
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        self.kill()
         self._process.wait()
         self.read_output()
         os.close(self.output_fd)
         self.channel.close()
         return _how_it_ended(self._process.returncode)
 
-    def kill(self) -> None:
+    def abort(self) -> None:
+        """End the process so that it prints the stack of every thread, if it still can."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+            self._process.send_signal(signal.SIGABRT)
+
+    def kill(self) -> None:
+        """Kill the process and what it started, as far as that stayed in its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def worker_environment(threads: int | None) -> dict[str, str]:
@@ -113,6 +128,7 @@ def worker_environment(threads: int | None) -> dict[str, str]:
     environment |= {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",  # last words get out whatever the end
         "PYTHONWARNINGS": "ignore",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
@@ -123,6 +139,18 @@ def worker_environment(threads: int | None) -> dict[str, str]:
     if threads is not None:
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return environment
+
+
+def end_with_parent(parent: int) -> None:
+    """Called by a worker: ask Linux to kill it when its parent ends, whatever it is at. Elsewhere it is the end of the
+    socket that ends it, when it next looks."""
+    if sys.platform != "linux":
+        return
+    set_parent_death_signal = 1
+    if ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(0)
 
 
 def _how_it_ended(returncode: int) -> str:

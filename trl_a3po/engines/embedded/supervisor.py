@@ -9,6 +9,7 @@ thread; `self._changed` guards the state and is notified of whatever a caller ma
 """
 
 import contextlib
+import itertools
 import os
 import selectors
 import threading
@@ -23,6 +24,7 @@ from trl_a3po.engines.embedded.staging import Staging
 from trl_a3po.engines.protocol import EngineEvent, EngineStats, GroupFailed, GroupRequest
 from trl_a3po.errors import EngineError
 
+WORKER = "trl_a3po.engines.embedded.worker"
 _TICK = 0.2
 _GRACE = 2.0
 
@@ -49,6 +51,9 @@ class Supervisor:
         self._outstanding: set[int] = set()
         self._unsent: list[GroupRequest] = []
         self._events: deque[EngineEvent] = deque()
+        self._scores: dict[int, tuple] = {}  # asked for and not answered, also across workers
+        self._answers: dict[int, tuple[list[float] | str, int]] = {}
+        self._score_keys = itertools.count()
         self._stats = EngineStats()
         self._before = EngineStats()  # what earlier workers had counted
         self._worker: WorkerProcess | None = None
@@ -103,6 +108,29 @@ class Supervisor:
             if not events:
                 self._raise_if_over()
             return events
+
+    def score(
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], timeout: float
+    ) -> tuple[list[float], int]:
+        """See `Engine.score`. Asked again of the next worker when one dies over it."""
+        with self._changed:
+            self._raise_if_over()
+            key = next(self._score_keys)
+            self._scores[key] = ("score", key, tuple(prompt_ids), tuple(completion_ids))
+            if self._listening:
+                self._worker.channel.send(self._scores[key])
+            self._changed.wait_for(lambda: key in self._answers or self._error or self._closing, timeout)
+            del self._scores[key]
+            if key not in self._answers:
+                self._raise_if_over()
+                raise EngineError(
+                    f"The worker has not scored {len(completion_ids)} known tokens within {timeout:g} seconds. "
+                    f"{self._situation()}"
+                )
+            answer, version = self._answers.pop(key)
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        return answer, version
 
     @contextlib.contextmanager
     def writing(self, version: int, names: tuple[str, ...] | None, timeout: float) -> Iterator[None]:
@@ -181,7 +209,7 @@ class Supervisor:
         with self._changed:
             if self._closing or self._error:
                 return False
-        worker = WorkerProcess(inherit_fds=self._staging.fds, threads=self._threads)
+        worker = WorkerProcess(WORKER, inherit_fds=self._staging.fds, threads=self._threads)
         with self._changed:
             self._worker = worker
             self._heard = time.monotonic()
@@ -229,6 +257,9 @@ class Supervisor:
                     if event.request_id in self._outstanding:  # else cancelled meanwhile
                         self._outstanding.remove(event.request_id)
                         self._events.append(event)
+            case ("scored", key, answer, version):
+                if key in self._scores:  # else nobody waits for it any more
+                    self._answers[key] = (answer, version)
             case ("progress", tokens, busy_seconds, active_rollouts, waiting_requests):
                 self._stats.tokens = tokens
                 self._stats.busy_seconds = busy_seconds
@@ -246,6 +277,8 @@ class Supervisor:
         if self._unsent:
             self._worker.channel.send(("submit", self._unsent))
             self._unsent = []
+        for message in self._scores.values():
+            self._worker.channel.send(message)
 
     def _end_worker(self) -> None:
         """Bury the worker; account for what died with it; decide whether there will be another."""

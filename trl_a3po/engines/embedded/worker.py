@@ -4,13 +4,12 @@ Guarantees: messages are taken in order, between decode steps, so a request behi
 weights or newer; a request that cannot be served fails alone; the process ends when its parent does; whatever kills
 it is printed last.
 
-Messages in: `setup`, `load`, `submit`, `cancel`. Messages out: `built`, `loaded`, `events`, `progress`.
+Messages in: `setup`, `load`, `submit`, `cancel`, `score`. Messages out: `built`, `loaded`, `events`, `progress`,
+`scored`.
 """
 
-import ctypes
 import os
 import pickle
-import signal
 import socket
 import sys
 import time
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl_a3po.engines.embedded.channel import Channel
+from trl_a3po.engines.embedded.process import end_with_parent
 
 HEARTBEAT = 0.5
 """Seconds between two `progress` messages, at most one decode step more."""
@@ -37,7 +37,7 @@ class Setup:
 
 
 def main() -> None:
-    _end_with_parent(int(sys.argv[2]))
+    end_with_parent(int(sys.argv[2]))
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
         _serve(channel)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _serve(channel: Channel) -> None:
-    # Imports of several seconds come after `_end_with_parent`.
+    # Imports of several seconds come after `end_with_parent`.
     import torch
 
     from trl_a3po.engines.embedded.decoder import SlotDecoder
@@ -105,6 +105,12 @@ def _serve(channel: Channel) -> None:
                             events.append(GroupFailed(request.request_id, str(error)))
                 case ("cancel", request_ids):
                     decoder.cancel(request_ids)
+                case ("score", key, prompt_ids, completion_ids):
+                    try:
+                        answer = decoder.score(prompt_ids, completion_ids)
+                    except ValueError as error:
+                        answer = str(error)
+                    channel.send(("scored", key, answer, decoder.version))
                 case ("load", version, names):
                     load(version, names)
                     decoder.set_version(version)
@@ -121,18 +127,6 @@ def _serve(channel: Channel) -> None:
         if events:
             channel.send(("events", events))
         channel.drain()
-
-
-def _end_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when its parent ends, even in the middle of a long decode step. Elsewhere the
-    end of the socket does it, between two steps."""
-    if sys.platform != "linux":
-        return
-    set_parent_death_signal = 1
-    if ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended before we asked
-        os._exit(0)
 
 
 if __name__ == "__main__":
