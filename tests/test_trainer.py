@@ -77,21 +77,19 @@ class Recorder(A3POTrainer):
         return super()._compute_loss(model, inputs)
 
 
-class MixedVersionEngine(StubEngine):
-    """Stamps each token with some version that was published, to tell rows and positions apart."""
+class MixedVersions(Recorder):
+    """Each token has a version of its own, as if weights had been published while its completion was sampled."""
 
-    def _rollouts(self, request):
-        rollouts = super()._rollouts(request)
+    def _take(self):
+        rows = super()._take()
+        version, rollouts = self.takes[-1]
         for number, rollout in enumerate(rollouts):
-            submitted = rollout.versions[0]
-            rollout.versions[:] = [
-                submitted + (hash((request.noise_key, number, i)) % 2) for i in range(len(rollout.versions))
-            ]
-        return rollouts
+            rollout.versions[:] = [max(0, version - (number + i) % 3) for i in range(len(rollout.versions))]
+        return rows
 
 
 def test_versions_and_log_probs_stay_with_their_tokens_through_shuffle_and_split(model_path, tmp_path):
-    trainer = build(model_path, tmp_path, Recorder, steps_per_generation=4, max_steps=6)
+    trainer = build(model_path, tmp_path, MixedVersions, steps_per_generation=4, max_steps=6)
     trainer.train()
     checked = 0
     for take, _, inputs in trainer.micro_batches:
@@ -305,7 +303,10 @@ def test_each_group_is_scored_once_and_logs_are_replayed(model_path, tmp_path):
     )
     trainer.train()
     assert set(calls) == {GENERATIONS} and len(calls) == 6
-    assert list(trainer._logs["extra"]["length"]) == [len(c.split()) for c in trainer._logs["completion"]]
+    lengths = [len(completion.split()) for completion in trainer._logs["completion"]]
+    assert list(trainer._logs["extra"]["length"]) == lengths
+    assert list(trainer._logs["rewards"]["logging_reward"]) == lengths
+    assert max(trainer._logs["rewards"]["reward"]) <= 1
     steps = [entry for entry in trainer.state.log_history if "calls" in entry]
     assert [entry["calls"] for entry in steps] == [1.5, 3.5, 5.5]
     assert "rewards/logging_reward/mean" in steps[0] and "rewards/reward/mean" in steps[0]
