@@ -16,11 +16,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
+    GPT2Config,
     MambaConfig,
+    OPTConfig,
     ProcessorMixin,
 )
 
-from tests.runs import COMPLETE, build
+from tests.runs import COMPLETE, build, logged
 from tests.tiny import VOCAB, save_tiny_model, tiny_config, tiny_prompts, tiny_tokenizer
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.errors import EngineError, RewardError
@@ -195,6 +197,10 @@ BUILT = {
             vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, eos_token_id=1, pad_token_id=0,
             bos_token_id=None)),
         {"engine": "transformers"}, ValueError, "The transformers engine cannot sample from 'mamba' models"),
+    "a model that counts padding as positions": (
+        lambda: model_of(AutoModelForCausalLM, GPT2Config(
+            vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=1, n_head=4, eos_token_id=1, bos_token_id=None)),
+        {}, ValueError, "A 'gpt2' model gives other log-probs when a prompt is padded on the left"),
     "a quantised model": (
         None, {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, ValueError,
         "quantization_config is set, but a quantised policy cannot be rebuilt in the engine yet"),
@@ -270,7 +276,7 @@ RUN = {
         {"train_dataset": prompts("w1", "w7 w8 w9", "w2"), "engine_max_prompt_tokens": 2}, ValueError,
         "A prompt has 3 tokens, more than engine_max_prompt_tokens=2: raise it, or shorten or remove the row"),
     "a message with an image": (
-        {"train_dataset": prompts("w1", "w1").map(lambda row: {"prompt": IMAGE}), "processing_class": chat_tokenizer()},
+        {"train_dataset": stream({"prompt": IMAGE}, {"prompt": IMAGE}), "processing_class": chat_tokenizer()},
         ValueError,
         "A message holds image beside text"),
     "a stream without prompts": (
@@ -331,6 +337,17 @@ def test_refused_with_the_row_or_the_completion(model_path, tmp_path, settings, 
     with pytest.raises(error, match=re.escape(words)) as refusal:
         build(model_path, tmp_path, shuffle_dataset=False, **settings).train()
     assert_one_message(refusal.value)
+
+
+def test_a_model_without_rotary_positions_that_follows_the_mask_is_trained(tmp_path):
+    config = OPTConfig(
+        vocab_size=VOCAB, hidden_size=32, ffn_dim=64, num_hidden_layers=1, num_attention_heads=4, dropout=0.0,
+        max_position_embeddings=64, word_embed_proj_dim=32, init_std=0.3, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None,
+    )  # fmt: skip
+    trainer = build(model_of(AutoModelForCausalLM, config), tmp_path, processing_class=tiny_tokenizer())
+    trainer.train()
+    assert max(abs(value - 1) for value in logged(trainer, "a3po/rho/max")) < 1e-4
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, GPT2Config, TrainerCallback
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, TrainerCallback
 
 from tests.runs import (
     COMPLETE,
@@ -134,6 +134,11 @@ def test_liger_is_refused_as_trl_refuses_it_when_it_is_not_installed(model_path,
         {"epsilon": 0.05, "epsilon_high": 0.4, "num_iterations": 2},
         {"temperature": 0.7},
         {"dataloader_num_workers": 1},
+        {"max_steps": -1, "num_train_epochs": 2, "train_dataset": tiny_prompts(5), "dataloader_drop_last": True},
+        {"max_steps": -1, "num_train_epochs": 2, "train_dataset": tiny_prompts(7), "steps_per_generation": 3},
+        {"max_steps": -1, "num_train_epochs": 1.5, "train_dataset": tiny_prompts(12)},
+        {"cast_lm_head_to_fp32": True},
+        {"logging_steps": 3, "logging_first_step": True},
     ],
     ids=str,
 )
@@ -218,16 +223,12 @@ def test_sync_ref_model_moves_the_reference_as_in_grpo(model_path, tmp_path):
 
 @pytest.mark.parametrize("disable", [True, False])
 def test_dropout_is_the_trainers_alone(tmp_path, disable):
-    config = GPT2Config(
-        vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=EOS,
-        resid_pdrop=0.5,
+    config = GPTNeoXConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, hidden_dropout=0.5, bos_token_id=None, eos_token_id=EOS,
     )  # fmt: skip
     model, engine = AutoModelForCausalLM.from_config(config), StubEngine(COMPLETE)
-    prompts = Dataset.from_dict({"prompt": ["w1 w2", "w3 w4", "w5 w6"], "target": [0, 1, 2]})  # without padding
-    trainer = build(
-        model, tmp_path, engine=engine, disable_dropout=disable, processing_class=tiny_tokenizer(),
-        train_dataset=prompts,
-    )  # fmt: skip
+    trainer = build(model, tmp_path, engine=engine, disable_dropout=disable, processing_class=tiny_tokenizer())
     trainer.train()
     assert not any(module.training for module in engine._replica.modules())
     ratios = [abs(value - 1) for name in ("a3po/rho/max", "a3po/rho/min") for value in logged(trainer, name)]
@@ -448,10 +449,12 @@ def test_the_best_model_is_loaded_at_the_end_and_outlives_the_limit(model_path, 
     assert left == {"checkpoint-2"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_evaluation_gives_the_numbers_of_grpo(model_path, tmp_path, size):
+def test_evaluation_gives_the_numbers_of_grpo(model_path, tmp_path, size, stream):
+    dataset = tiny_prompts(6).to_iterable_dataset() if stream else tiny_prompts(6)
     mine, theirs = assert_trains_as_grpo(
-        model_path, tmp_path, eval_dataset=tiny_prompts(6), eval_strategy="steps", eval_steps=2,
+        model_path, tmp_path, eval_dataset=dataset, eval_strategy="steps", eval_steps=2,
         per_device_eval_batch_size=4, num_generations_eval=size, eval_on_start=False,
     )  # fmt: skip
     for name in ("eval_reward", "eval_loss", "eval_completions/mean_length", "eval_rewards/reward/std"):
@@ -601,6 +604,17 @@ def test_ctrl_c_with_the_engines_process_and_again(model_path, tmp_path):
     trainer.train()
     assert trainer.state.global_step == 4 and background() == []
     assert all(abs(math.log(value)) < 1e-3 for value in logged(trainer, "a3po/d0/rho/max")[:1])
+
+
+def test_an_optimizer_of_the_users_own_trains_as_in_grpo(model_path, tmp_path):
+    gradients = []
+    for trainer_class in (ScriptedGRPOTrainer, A3POTrainer):
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=0.5)
+        trainer = build(model, tmp_path, trainer_class, optimizers=(optimizer, None))
+        gradients.append(train_recorded(trainer))
+        assert torch.equal(model.model.norm.weight, torch.ones(32))
+    assert_same_gradients(gradients[1], gradients[0])
 
 
 def test_a_second_training_goes_on_with_the_trained_weights(model_path, tmp_path):

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from accelerate.utils import is_compiled_module
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
@@ -98,6 +99,30 @@ def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling:
         raise ValueError(
             f"max_completion_length={args.max_completion_length} with prompts of up to {longest} tokens does not fit "
             f"into the model's context of {context} tokens: lower max_completion_length or engine_max_prompt_tokens."
+        )
+    _check_left_padding(model, config)
+
+
+@torch.no_grad()
+def _check_left_padding(model: PreTrainedModel | PeftModel, config: Any) -> None:
+    """TRL trains on prompts padded on the left and leaves positions to the model, while an engine samples without
+    padding: with learned positions their log-probs have nothing in common, without an error anywhere."""
+    if any("rope" in name or "rotary" in name for name in config.to_dict()):
+        return
+    ids = torch.arange(4, device=model.device)[None] % config.vocab_size
+    padded = torch.cat([torch.zeros_like(ids), ids], dim=1)
+    mask = torch.cat([torch.zeros_like(ids), torch.ones_like(ids)], dim=1)
+    was_training = model.training
+    model.eval()
+    plain = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -1].float().log_softmax(-1)
+    shifted = model(input_ids=padded, attention_mask=mask).logits[:, -1].float().log_softmax(-1)
+    model.train(was_training)
+    gap = (plain - shifted).abs().max().item()
+    if gap > (1e-3 if model.dtype == torch.float32 else 0.1):
+        raise ValueError(
+            f"A {config.model_type!r} model gives other log-probs when a prompt is padded on the left (by up to "
+            f"{gap:.2g}), as TRL's training forward pads it and the engine does not: use a model whose positions are "
+            "rotary or follow the attention mask."
         )
 
 
