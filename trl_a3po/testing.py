@@ -74,6 +74,13 @@ class StubEngine:
         cancelled = set(request_ids)
         self._events = [event for event in self._events if event.request_id not in cancelled]
 
+    def score(
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], timeout: float
+    ) -> tuple[list[float], int]:
+        with self._lock:
+            logps = completion_logps(self._replica, prompt_ids, completion_ids, self._sampling.temperature)
+            return logps.tolist(), self.version
+
     def stats(self) -> EngineStats:
         return EngineStats(tokens=self._tokens)
 

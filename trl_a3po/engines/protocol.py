@@ -10,8 +10,8 @@ nothing of rewards, staleness or losses. Guarantees an engine must give:
   `GroupFailed` (the queue decides whether to try again) and the engine samples from the last published version again;
   when it cannot recover any more, `wait` raises `EngineError` with the cause.
 
-`submit`, `wait` and `cancel` are called from the queue's thread, `start`, `publish` and `close` from the main thread,
-possibly at the same time.
+`submit`, `wait` and `cancel` are called from the queue's thread, `start`, `publish`, `score` and `close` from the main
+thread, possibly at the same time.
 """
 
 from collections.abc import Sequence
@@ -121,7 +121,22 @@ class Engine(Protocol):
 
     def publish(self, update: WeightUpdate) -> None:
         """Make `update.version` the version sampled from. The tensors are copied before this returns; tokens of
-        sequences in flight take the new version at the next decode step. Raises `EngineError`."""
+        sequences in flight take the new version at the next decode step. Raises `EngineError`.
+
+        A version may be published again with other weights while nothing is in flight: whatever the engine keeps by
+        version, such as a prefix cache, does not outlive a publish."""
+
+    def score(
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], timeout: float
+    ) -> tuple[list[float], int]:
+        """Log-probs of known completion tokens, and the version of the weights that gave them, which is the one
+        published last: temperature applied, no filter, by a forward that reuses no cache. It may wait for the
+        decode step in progress; rollouts in flight go on as they were.
+
+        Raises:
+            EngineError: no answer within `timeout` seconds, or the engine is beyond recovery.
+            ValueError: no tokens, tokens outside the vocabulary, or more than fit into the model's context.
+        """
 
     def stats(self) -> EngineStats:
         """Cheap, callable from any thread."""

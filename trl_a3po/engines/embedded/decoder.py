@@ -208,6 +208,28 @@ class SlotDecoder:
             self._decode(finished)
         return finished
 
+    @torch.inference_mode()
+    def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
+        """Log-probs of known tokens under the weights in `model`, as those of sampled tokens are defined, from a
+        forward of its own.
+
+        Raises:
+            ValueError: no tokens, ids outside the vocabulary, or more tokens than the model's context.
+        """
+        texts, context = (*prompt_ids, *completion_ids), self._forward.context
+        if not prompt_ids or not completion_ids:
+            raise ValueError("Nothing can be scored without at least one prompt and one completion token.")
+        if not 0 <= min(texts) <= max(texts) < self._forward.vocab_size:
+            raise ValueError(
+                f"Token ids from {min(texts)} to {max(texts)} cannot be scored: the model's vocabulary is 0 to "
+                f"{self._forward.vocab_size - 1}."
+            )
+        if context is not None and len(texts) > context:
+            raise ValueError(f"{len(texts)} tokens cannot be scored: the model's context is {context}.")
+        logits = self._forward.completion_logits(prompt_ids, completion_ids).float()
+        tokens = torch.tensor(completion_ids, device=self._device)[:, None]
+        return (logits / self._sampling.temperature).log_softmax(1).gather(1, tokens)[:, 0].tolist()
+
     def _longest_prompt(self, asked: int | None) -> int | None:
         context, new = self._forward.context, self._sampling.max_new_tokens
         room = None if context is None else context - new

@@ -117,6 +117,11 @@ class TransformersEngine:
             self._changing = set(update.tensors)
         self._publish_seconds = time.monotonic() - began
 
+    def score(
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], timeout: float
+    ) -> tuple[list[float], int]:
+        return self._started().score(prompt_ids, completion_ids, timeout)
+
     def stats(self) -> EngineStats:
         """`extra`: "worker_silence_seconds" since the worker last spoke (it does twice a second, except during a long
         decode step or while it starts), "published_bytes" of the last publish."""

@@ -84,6 +84,12 @@ class ModelForward:
             return None, cache
         return out[torch.arange(len(ends)), torch.tensor([kept.index(end) for end in ends])], cache
 
+    def completion_logits(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> torch.Tensor:
+        """The logits `(T, V)` that each of the T completion tokens is drawn from, by one forward over the whole."""
+        ids = torch.tensor([[*prompt_ids, *completion_ids[:-1]]], device=self.device)
+        length = ids.shape[1]
+        return self._forward(ids, len(completion_ids), PrefillCache(), None, torch.arange(length)[None])[0]
+
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache, length: int) -> torch.Tensor:
         """Logits `(N, V)` of the first N slots after `tokens` `(N,)` at `positions` `(N,)`, all below `length`."""
         cache.aim(positions, length)
