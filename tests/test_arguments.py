@@ -109,13 +109,15 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("sync", ["adapter", "merged"])
-@pytest.mark.parametrize("changes", ADAPTERS.values(), ids=ADAPTERS.keys())
-def test_adapters_train_as_in_grpo_and_the_engine_follows_them(tmp_path, changes, sync):
+@pytest.mark.parametrize(
+    "kind, sync",
+    [(kind, "adapter") for kind in ADAPTERS] + [(kind, "merged") for kind in ("DoRA", "modules_to_save", "LoRA bias")],
+)
+def test_adapters_train_as_in_grpo_and_the_engine_follows_them(tmp_path, kind, sync):
     path = save_tiny_model(tmp_path / "model", attention_bias=True)
     engine = StubEngine(COMPLETE)
     mine, _ = assert_trains_as_grpo(
-        path, tmp_path, peft_config=LoraConfig(**(LORA | changes)), ours={"engine": engine, "lora_sync": sync}
+        path, tmp_path, peft_config=LoraConfig(**(LORA | ADAPTERS[kind])), ours={"engine": engine, "lora_sync": sync}
     )
     model = mine.accelerator.unwrap_model(mine.model).eval()
     prompt, completion = [5, 9, 11], [4, 8, 15, 16]

@@ -172,7 +172,7 @@ BUILT = {
     # engine
     "an engine without its methods": (
         None, {"engine": HalfAnEngine()}, ValueError,
-        "engine is a HalfAnEngine without wait, cancel, publish, stats, close"),
+        "engine is a HalfAnEngine without wait, cancel, publish"),
     "an engine's class": (None, {"engine": StubEngine}, ValueError, "engine=StubEngine is a class: pass an object"),
     "no engine": (None, {"engine": None}, ValueError, "engine is a NoneType without start"),
     "an engine device that is none": (
@@ -263,7 +263,8 @@ RUN = {
     # data
     "empty prompt": (
         {"train_dataset": prompts("w1", "", "w2", "w3")}, ValueError,
-        "has an empty prompt after tokenisation, and nothing can be sampled from it: remove or repair it"),
+        "A prompt is empty after tokenisation, and nothing can be sampled from it: repair or remove the row "
+        "{'prompt': '', 'target': 1}"),
     "missing prompt": (
         {"train_dataset": prompts("w1", None, "w2", "w3")}, ValueError,
         "The prompt None is neither text nor a list of messages with 'role' and 'content': repair or remove the row "

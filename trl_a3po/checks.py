@@ -199,7 +199,12 @@ def check_prompt(row: dict[str, Any], tokenizer: Any) -> None:
 
 
 def check_prompt_ids(token_ids: Sequence[int], row: dict[str, Any], args: A3POConfig, config: Any) -> None:
-    """Raise `ValueError` for a prompt that leaves no room in the model's context, or that the model cannot read."""
+    """Raise `ValueError` for a prompt without tokens, or one that does not fit the model's context or vocabulary."""
+    if not token_ids:
+        raise ValueError(
+            "A prompt is empty after tokenisation, and nothing can be sampled from it: repair or remove the row "
+            f"{_short(row)}."
+        )
     context, limit = getattr(config, "max_position_embeddings", None), args.engine_max_prompt_tokens
     if context is not None and len(token_ids) + args.max_completion_length > context:
         raise ValueError(
@@ -212,7 +217,7 @@ def check_prompt_ids(token_ids: Sequence[int], row: dict[str, Any], args: A3POCo
             f"A prompt has {len(token_ids)} tokens, more than engine_max_prompt_tokens={limit}: raise it, or shorten "
             f"or remove the row {_short(row)}."
         )
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < config.vocab_size:
+    if not 0 <= min(token_ids) <= max(token_ids) < config.vocab_size:
         raise ValueError(
             f"The tokenizer gives token ids from {min(token_ids)} to {max(token_ids)}, but the model's vocabulary is "
             f"0 to {config.vocab_size - 1}: pass the model's own tokenizer as processing_class. The row: "
