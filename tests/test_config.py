@@ -1,5 +1,7 @@
 """What `A3POConfig` keeps, changes and refuses."""
 
+import math
+
 import pytest
 import torch
 from trl import GRPOConfig
@@ -93,8 +95,12 @@ REFUSED = [
     ({"max_staleness": 1.5}, "max_staleness=1.5"),
     ({"weight_sync_steps": 0}, "weight_sync_steps=0"),
     ({"engine_slots": 0}, "engine_slots=0"),
-    ({"reward_workers": 2}, "reward_workers=2 is not available"),
+    ({"reward_workers": -1}, "reward_workers=-1"),
     ({"reward_timeout": 0}, "reward_timeout=0"),
+    ({"reward_on_timeout": 0.0, "reward_workers": 1}, "without a reward_timeout"),
+    ({"reward_on_timeout": 0.0, "reward_timeout": 5.0}, "with reward_workers=0"),
+    ({"reward_on_timeout": math.nan, "reward_timeout": 5.0, "reward_workers": 1}, "reward_on_timeout=nan"),
+    ({"max_rejected_groups_in_a_row": 0}, "max_rejected_groups_in_a_row=0"),
     ({"stall_timeout": -1.0}, "stall_timeout=-1.0"),
     ({"behavior_weight_cap": 1.0}, "behavior_weight_cap=1.0"),
     ({"spo_negative_scale": 1.5}, "spo_negative_scale=1.5"),

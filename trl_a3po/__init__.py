@@ -9,9 +9,14 @@ from importlib import import_module
 from trl_a3po._compat import check_trl_version
 
 __version__ = "0.1.0.dev0"
-__all__ = ["A3POConfig", "A3POTrainer"]
+__all__ = ["A3POConfig", "A3POTrainer", "Group", "Rejection"]
 
-_MODULES = {"A3POConfig": "trl_a3po.config", "A3POTrainer": "trl_a3po.trainer"}
+_MODULES = {
+    "A3POConfig": "trl_a3po.config",
+    "A3POTrainer": "trl_a3po.trainer",
+    "Group": "trl_a3po.rollout.records",
+    "Rejection": "trl_a3po.rollout.outcomes",
+}
 
 check_trl_version()
 

@@ -5,7 +5,7 @@ or the completion it concerns. Nothing is changed.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from trl_a3po.errors import EngineError
 from trl_a3po.publish.collect import policy_spec
 from trl_a3po.publish.merged import merged_spec
 from trl_a3po.rollout.records import Group
+from trl_a3po.rollout.reward_workers import pickled
 
 # --- before the trainer is built ------------------------------------------------------------------------------------
 
@@ -129,6 +130,25 @@ def _check_left_padding(model: PreTrainedModel | PeftModel, config: Any) -> None
 def groups_per_batch(args: A3POConfig) -> int:
     """B: the prompts of one generation batch."""
     return args.generation_batch_size // args.num_generations
+
+
+def check_on_group(on_group: Any) -> None:
+    if on_group is not None and not callable(on_group):
+        raise TypeError(f"on_group is {on_group!r}: pass a function that is called with each finished group.")
+
+
+def check_reward_functions(
+    args: A3POConfig, functions: Sequence[Callable[..., Any] | None], names: Sequence[str]
+) -> None:
+    """Raise `RewardError` for a reward function that cannot reach a worker, and `ValueError` for reward models, whose
+    rewards come too late for the filter; `None` stands for a reward model."""
+    if args.reward_workers:
+        pickled(functions, names)
+    if args.drop_zero_variance_groups and None in functions:
+        raise ValueError(
+            f"drop_zero_variance_groups=True, but the reward model {names[functions.index(None)]!r} runs when a batch "
+            "has been taken, when its groups cannot be replaced any more: set drop_zero_variance_groups=False."
+        )
 
 
 def check_dataset(args: A3POConfig, dataset: Dataset | IterableDataset, tokenizer: Any) -> None:

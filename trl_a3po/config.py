@@ -108,9 +108,17 @@ class A3POConfig(GRPOConfig):
         > Parameters that control rewards and waiting
 
         reward_workers (`int`, *optional*, defaults to `0`):
-            0 runs reward functions in one background thread of the training process.
+            0 runs reward functions in one background thread of the training process; n in n processes, a group each,
+            which are killed when they hang, and each of which has its own copy of the functions' state.
         reward_timeout (`float`, *optional*):
-            Seconds a reward function may take for one group.
+            Seconds the reward functions may take for one group. With `reward_workers`, the group is then rejected;
+            without, the run stops with a report.
+        reward_on_timeout (`float`, *optional*):
+            Reward of completions whose reward function was killed or died, instead of rejecting their group.
+        drop_zero_variance_groups (`bool`, *optional*, defaults to `False`):
+            Replace groups whose weighted rewards are all equal by groups of other prompts.
+        max_rejected_groups_in_a_row (`int`, *optional*):
+            Groups rejected in a row, for whatever reason, after which the run stops. By default those of 10 batches.
         stall_timeout (`float`, *optional*, defaults to `600.0`):
             Seconds without any progress after which a wait ends with a report of who waits for whom.
         dry_run (`bool`, *optional*, defaults to `False`):
@@ -265,11 +273,33 @@ class A3POConfig(GRPOConfig):
         default=0,
         metadata={
             "help": "0 runs reward functions in one background thread of the training process, so closures keep "
-            "their state."
+            "their state; n in n processes, a group each, which are killed when they hang, and each of which has its "
+            "own copy of that state."
         },
     )
     reward_timeout: float | None = field(
-        default=None, metadata={"help": "Seconds a reward function may take for one group."}
+        default=None,
+        metadata={
+            "help": "Seconds the reward functions may take for one group. With reward_workers, the group is then "
+            "rejected (see reward_on_timeout); without, the run stops with a report."
+        },
+    )
+    reward_on_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Reward of completions whose reward function was killed at reward_timeout or died, instead of "
+            "rejecting their group."
+        },
+    )
+    drop_zero_variance_groups: bool = field(
+        default=False,
+        metadata={"help": "Replace groups whose weighted rewards are all equal by groups of other prompts."},
+    )
+    max_rejected_groups_in_a_row: int | None = field(
+        default=None,
+        metadata={
+            "help": "Groups rejected in a row, for whatever reason, after which the run stops. Default: 10 batches."
+        },
     )
     stall_timeout: float = field(
         default=600.0,
@@ -395,6 +425,7 @@ class A3POConfig(GRPOConfig):
             "engine_restarts": 0,
             "engine_max_prompt_tokens": 1,
             "reward_workers": 0,
+            "max_rejected_groups_in_a_row": 1,
         }
         for name, low in at_least.items():
             value = getattr(self, name)
@@ -421,10 +452,27 @@ class A3POConfig(GRPOConfig):
                 "deterministic=True pads every prompt to one length, which engine_max_prompt_tokens=None leaves open: "
                 "set engine_max_prompt_tokens to the length of your longest prompt."
             )
-        if self.reward_workers > 0:
+        if self.reward_on_timeout is not None:
+            self._check_reward_on_timeout()
+        if self.drop_zero_variance_groups and self.schedule == "fixed_lag":
             raise ValueError(
-                f"reward_workers={self.reward_workers} is not available in this version: leave it 0, which runs "
-                "reward functions in one background thread."
+                "drop_zero_variance_groups=True with schedule='fixed_lag' cannot replace a group: its batch is "
+                "sampled as one: set drop_zero_variance_groups=False or schedule='async'."
+            )
+
+    def _check_reward_on_timeout(self):
+        value = self.reward_on_timeout
+        if not math.isfinite(value):
+            raise ValueError(f"reward_on_timeout={value!r} must be a finite number; None rejects the group.")
+        if self.reward_timeout is None:
+            raise ValueError(
+                f"reward_on_timeout={value!r} without a reward_timeout would never be used for a function that hangs: "
+                "set reward_timeout, or leave reward_on_timeout out."
+            )
+        if not self.reward_workers:
+            raise ValueError(
+                f"reward_on_timeout={value!r} with reward_workers=0 cannot be used, because a thread that hangs "
+                "cannot be killed: set reward_workers to 1 or more, or leave reward_on_timeout out."
             )
 
     def _check_objective(self):

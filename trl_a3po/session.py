@@ -8,7 +8,8 @@ import copy
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,9 +29,11 @@ from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.publish.merged import collect_merged, merged_spec
 from trl_a3po.publish.policy import WeightUpdate
 from trl_a3po.resume import RunState
+from trl_a3po.rollout.group_filter import GroupFilter
 from trl_a3po.rollout.prompts import PromptStream
 from trl_a3po.rollout.queue import GenerationQueue
 from trl_a3po.rollout.records import Group, Prompt, Score
+from trl_a3po.rollout.reward_workers import RewardWorkers
 from trl_a3po.rollout.rewards import RewardScorer
 from trl_a3po.rollout.takes import TakeClock
 
@@ -54,12 +57,7 @@ class Session:
         clock = take_clock(trainer)
         model = trainer.accelerator.unwrap_model(trainer.model)
         sampling = sampling_settings(args, trainer.generation_config)
-        self._scorer = RewardScorer(
-            [None if isinstance(func, nn.Module) else func for func in trainer.reward_funcs],
-            trainer.reward_func_names,
-            CompletionDecoder(trainer.processing_class),
-            lambda: state_snapshot(trainer.state),
-        )
+        self._scorer = build_scorer(trainer)
         self._weight_sync_steps = args.weight_sync_steps
         self.evaluation_noise = EVALUATION_NOISE
         first_row = 0 if resumed is None else resumed.queue.first_row
@@ -69,7 +67,13 @@ class Session:
             prompts=PromptStream(
                 prompt_rows(trainer, first_row), lambda row: tokenize_prompt(trainer, row), first_row
             ),
-            score=self._scorer,
+            score=GroupFilter(
+                self._scorer,
+                drops_zero_variance=args.drop_zero_variance_groups,
+                weights=trainer.reward_weights.tolist(),
+                aggregation=args.multi_objective_aggregation,
+                on_group=trainer.on_group,
+            ),
             groups_per_batch=groups_per_batch(args),
             num_rollouts=args.num_generations,
             max_staleness=args.staleness_bound,
@@ -78,6 +82,10 @@ class Session:
             max_attempts=args.max_attempts,
             stall_timeout=args.stall_timeout,
             max_in_flight=groups_in_engine(args),
+            max_rejected_in_a_row=args.max_rejected_groups_in_a_row,
+            score_threads=max(1, args.reward_workers),
+            score_timeout=None if isinstance(self._scorer, RewardWorkers) else args.reward_timeout,
+            interrupt_score=self._scorer.close if isinstance(self._scorer, RewardWorkers) else None,
         )
         try:
             self._merges = args.lora_sync == "merged" and isinstance(model, PeftModel)
@@ -85,6 +93,8 @@ class Session:
             spec = (merged_spec if self._merges else policy_spec)(model, dtype)
             self.engine.start(spec, sampling, self._collect(model, version, complete=True))
             self.published_version = version
+            if isinstance(self._scorer, RewardWorkers):
+                self._scorer.start()
             if resumed is not None:
                 self.queue.restore(resumed.queue, version)
                 self.published_version = resumed.publishes_counted_from
@@ -128,11 +138,16 @@ class Session:
         sampled = self.queue.sample([p.token_ids for p in prompts], size, first_noise_key=self.evaluation_noise)
         self.evaluation_noise += len(prompts)
         groups = [Group(p, rollouts, None, version) for p, rollouts in zip(prompts, sampled, strict=True)]
-        for group in groups:
-            score = self._scorer(group)
+        for group, score in zip(groups, self._scorer.score_all(groups), strict=True):
             unscored = [[math.nan] * len(trainer.reward_funcs)] * size
             group.score = score if isinstance(score, Score) else Score(unscored)
         return groups
+
+    @property
+    def rewards_lost(self) -> dict[str, int]:
+        """Groups so far whose reward worker was killed at `reward_timeout`, and whose worker died."""
+        workers = self._scorer if isinstance(self._scorer, RewardWorkers) else None
+        return {"timeouts": workers.timeouts if workers else 0, "crashes": workers.crashes if workers else 0}
 
     def _collect(self, model: nn.Module, version: int, *, complete: bool) -> WeightUpdate:
         return (collect_merged if self._merges else collect_weights)(model, version, complete=complete)
@@ -142,6 +157,30 @@ class Session:
         self.queue.close()
         self.engine.close()
         self._scorer.close()
+
+
+def reward_functions(trainer) -> list[Callable[..., Any] | None]:
+    """The trainer's reward functions, with `None` in place of a reward model, which TRL runs itself."""
+    return [None if isinstance(func, nn.Module) else func for func in trainer.reward_funcs]
+
+
+def build_scorer(trainer) -> RewardScorer | RewardWorkers:
+    """What runs the trainer's reward functions: this process, or `reward_workers` others."""
+    args, functions = trainer.args, reward_functions(trainer)
+    decode = CompletionDecoder(trainer.processing_class)
+    if not args.reward_workers or not any(functions):
+        return RewardScorer(functions, trainer.reward_func_names, decode, lambda: state_snapshot(trainer.state))
+    return RewardWorkers(
+        functions,
+        trainer.reward_func_names,
+        decode,
+        # As a plain object: for its class, each worker would import transformers and torch.
+        lambda: SimpleNamespace(**vars(state_snapshot(trainer.state))),
+        workers=args.reward_workers,
+        timeout=args.reward_timeout,
+        on_timeout=args.reward_on_timeout,
+        stall_timeout=args.stall_timeout,
+    )
 
 
 def take_clock(trainer) -> TakeClock:

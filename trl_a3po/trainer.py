@@ -32,8 +32,10 @@ from trl_a3po.checks import (
     check_columns,
     check_completions,
     check_dataset,
+    check_on_group,
     check_policy,
     check_processing_class,
+    check_reward_functions,
     groups_per_batch,
 )
 from trl_a3po.config import A3POConfig
@@ -42,8 +44,9 @@ from trl_a3po.publish.collect import base_model
 from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.report.plan import trainer_plan
 from trl_a3po.resume import RunState, begin_run, choose_checkpoint, load_run, rotation_held, save_run, written_whole
+from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.rollout.records import Group
-from trl_a3po.session import Session, engine_dtype, engine_slots, sampling_settings
+from trl_a3po.session import Session, engine_dtype, engine_slots, reward_functions, sampling_settings
 
 check_trl_hooks(GRPOTrainer)
 
@@ -54,6 +57,11 @@ class A3POTrainer(GRPOTrainer):
 
     The arguments are those of [`~trl.GRPOTrainer`], with `args` an [`A3POConfig`]. Generation starts with
     [`~A3POTrainer.train`] and stops when it returns or raises.
+
+    Args:
+        on_group: called in a background thread with each finished and scored [`~trl_a3po.Group`] of training, one at
+            a time. It returns `None` to accept the group, a [`~trl_a3po.Rejection`] with a reason to have another
+            prompt's group take its place, or a changed group (rollouts and score) to train on instead.
 
     Raises:
         ValueError: what asynchronous generation does not support: tools, environments, `rollout_func`, multimodal
@@ -79,15 +87,26 @@ class A3POTrainer(GRPOTrainer):
         ),
     }
 
-    def __init__(self, model, reward_funcs=None, args: A3POConfig | None = None, *arguments, **options):
+    def __init__(
+        self,
+        model,
+        reward_funcs=None,
+        args: A3POConfig | None = None,
+        *arguments,
+        on_group: OnGroup | None = None,
+        **options,
+    ):
         args = args if args is not None else A3POConfig("trainer_output")
         others = dict(zip(argument_names(GRPOTrainer)[3:], arguments, strict=False)) | options
         check_arguments(model, reward_funcs, args, others)
+        check_on_group(on_group)
         super().__init__(model, reward_funcs, args, **others)
         check_processing_class(self.processing_class)
         check_dataset(args, self.train_dataset, self.processing_class)
         check_columns("eval_dataset", self.eval_dataset)
         check_policy(args, self.accelerator.unwrap_model(self.model), sampling_settings(args, self.generation_config))
+        check_reward_functions(args, reward_functions(self), self.reward_func_names)
+        self.on_group = on_group
         self._session: Session | None = None
         self._resumed: RunState | None = None
         self._holds_push = False
@@ -333,6 +352,11 @@ class A3POTrainer(GRPOTrainer):
         metrics["a3po/queue/outstanding"].append(float(status.outstanding))
         metrics["a3po/engine/tokens_per_second"].append(engine.tokens / max(engine.busy_seconds, 1e-9))
         metrics["a3po/engine/restarts"].append(float(engine.restarts))
+        outcomes = self._session.queue.outcomes()
+        so_far = {f"a3po/outcomes/{kind}": outcomes.count_attempts(kind) for kind in ("rejected", "failed")}
+        so_far |= {f"a3po/reward/{kind}": count for kind, count in self._session.rewards_lost.items()}
+        for name, count in so_far.items():
+            metrics[name] = [float(count)]  # the last of a logging interval, not their mean
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and self._objective_stats is not None:

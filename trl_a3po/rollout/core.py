@@ -195,8 +195,13 @@ class QueueCore:
                 return item.request_id, item.group
         return None
 
-    def scored(self, request_id: int, result: Score | Rejection) -> None:
-        """The reward functions, or a filter, said what they think of a group.
+    def scoring_seconds(self) -> float:
+        """How long the group that has been scored for longest has been; 0 if none is."""
+        now = self.clock()
+        return max((now - item.stage_since for item in self.order if item.stage == "being scored"), default=0.0)
+
+    def scored(self, request_id: int, result: Score | Group | Rejection) -> None:
+        """The reward functions, or a filter, said what they think of a group, or what to train on in its place.
 
         Raises:
             StallError: too many groups in a row were rejected.
@@ -205,7 +210,11 @@ class QueueCore:
         if isinstance(result, Rejection):
             self._reject(item, result.reason)
             return
-        item.group.score = result
+        if isinstance(result, Group):
+            item.group = result
+            item.oldest, item.newest = _version_range(result.rollouts)
+        else:
+            item.group.score = result
         self._rejected_in_a_row = 0
         self._enter(item, "ready")
 
@@ -390,8 +399,8 @@ class QueueCore:
         if self._rejected_in_a_row > self.max_rejected_in_a_row:
             raise StallError(
                 f"{self._rejected_in_a_row} groups in a row were rejected, the last one because: {reason}. "
-                f"No batch can be filled this way (max_rejected_in_a_row={self.max_rejected_in_a_row}): loosen what "
-                "rejects them, or choose prompts it keeps."
+                f"No batch can be filled this way (max_rejected_groups_in_a_row={self.max_rejected_in_a_row}): loosen "
+                "what rejects them, or choose prompts it keeps."
             )
 
     def _leave(

@@ -4,7 +4,7 @@ Guarantees:
 - what is outstanding is bounded by `max_staleness` (see `admission.TakePlan`), and `take` hands groups out in
   submission order (see `take_order`); what became of every prompt is on the books (see `outcomes`);
 - dataset, tokenizer and `publish` are touched by the main thread only; the engine's `submit`, `wait` and `cancel` by
-  the rollout thread only; the reward functions by the reward thread only, one group at a time;
+  the rollout thread only; the reward functions by the reward threads only, one group at a time each;
 - no lock is held while the engine, the reward functions or the tokenizer work;
 - every wait has a limit, and whatever goes wrong in the background is raised by the next `take`, with its cause.
 
@@ -29,7 +29,7 @@ from trl_a3po.rollout.prompts import PromptStream
 from trl_a3po.rollout.queue_state import QueueState
 from trl_a3po.rollout.records import Group, Rollout, Score
 from trl_a3po.rollout.side_requests import SideRequests
-from trl_a3po.rollout.waiting import QueueStatus, queue_status, stall_report, starved
+from trl_a3po.rollout.waiting import QueueStatus, overdue_report, queue_status, stall_report, starved
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ class GenerationQueue:
     Args:
         engine: a started engine; the queue neither starts nor closes it.
         prompts: the prompt stream; the queue is its only user.
-        score: group -> its rewards, or a `Rejection`, which has it replaced by another prompt.
+        score: group -> its rewards, or the group to train on instead, scored, or a `Rejection`, which has it replaced
+            by another prompt.
         groups_per_batch: B, the groups one take hands out.
         num_rollouts: G, the rollouts of a group.
         max_staleness: largest staleness of a trained token, in optimizer steps; 0 never samples ahead.
@@ -55,6 +56,9 @@ class GenerationQueue:
         max_in_flight: most groups in the engine at a time; `None` leaves that to `max_staleness`.
         max_rejected_in_a_row: groups rejected in a row before the run stops with `StallError`; `None` is 10 batches.
         close_timeout: seconds `close` waits for the background threads before it abandons them.
+        score_threads: threads that score, a group each.
+        score_timeout: seconds scoring a group may take before a `take` that waits raises `StallError`.
+        interrupt_score: has scores under way end early, with whatever error; called by `close`.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class GenerationQueue:
         *,
         engine: Engine,
         prompts: PromptStream,
-        score: Callable[[Group], Score | Rejection],
+        score: Callable[[Group], Score | Group | Rejection],
         groups_per_batch: int,
         num_rollouts: int,
         max_staleness: int,
@@ -73,15 +77,24 @@ class GenerationQueue:
         max_in_flight: int | None = None,
         max_rejected_in_a_row: int | None = None,
         close_timeout: float = 5.0,
+        score_threads: int = 1,
+        score_timeout: float | None = None,
+        interrupt_score: Callable[[], None] | None = None,
     ):
         _require_positive(num_rollouts=num_rollouts, max_attempts=max_attempts, stall_timeout=stall_timeout)
+        _require_positive(score_threads=score_threads)
         if max_in_flight is not None:
             _require_positive(max_in_flight=max_in_flight)
+        if score_timeout is not None:
+            _require_positive(score_timeout=score_timeout)
         self._engine = engine
         self._prompts = prompts
         self._score = score
         self._stall_timeout = stall_timeout
         self._close_timeout = close_timeout
+        self._score_threads = score_threads
+        self._score_timeout = score_timeout
+        self._interrupt_score = interrupt_score
         self._core = QueueCore(
             prompts=prompts,
             plan=TakePlan(groups_per_batch, max_staleness, version_of_take, total_takes),
@@ -109,7 +122,8 @@ class GenerationQueue:
             raise RuntimeError("The queue was started already.")
         self._raise_if_over()
         self._published(version)
-        for name, target in (("a3po rollout thread", self._rollout_loop), ("a3po reward thread", self._reward_loop)):
+        rewards = [("a3po reward thread", self._reward_loop)] * self._score_threads
+        for name, target in [("a3po rollout thread", self._rollout_loop), *rewards]:
             thread = threading.Thread(target=self._guarded, args=(target,), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -160,7 +174,8 @@ class GenerationQueue:
 
         Raises:
             EndOfData: there is no further batch.
-            StallError: `stall_timeout` seconds passed without an event, or the settings can never fill this take.
+            StallError: `stall_timeout` seconds passed without an event, a score is overdue, or the settings can never
+                fill this take.
             EngineError, RewardError, GenerationFailed, StampError: what stopped the background work, with its cause.
             QueueClosed: the queue is closed.
             ValueError: `version` is not one this take may happen at, or a prompt is empty.
@@ -220,6 +235,8 @@ class GenerationQueue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if self._interrupt_score is not None:
+            self._interrupt_score()
         deadline = time.monotonic() + self._close_timeout
         for thread in self._threads:
             if thread is threading.current_thread():
@@ -288,7 +305,13 @@ class GenerationQueue:
             quiet = time.monotonic() - max(began, self._last_progress)
             if quiet >= self._stall_timeout:
                 raise StallError(stall_report(self.status(), quiet))
-            self._changed.wait(self._stall_timeout - quiet)
+            longest = self._stall_timeout - quiet
+            if self._score_timeout is not None:
+                scoring = self._core.scoring_seconds()
+                if scoring >= self._score_timeout:
+                    raise StallError(overdue_report(self.status(), scoring, self._score_timeout))
+                longest = min(longest, self._score_timeout - scoring)
+            self._changed.wait(longest)
             return None
 
     def _fill_prompts(self) -> None:
@@ -352,16 +375,19 @@ class GenerationQueue:
             request_id, group = due
             try:
                 result = self._score(group)
-            except RewardError:
-                raise
             except Exception as error:
+                with self._changed:
+                    if self._closed and self._interrupt_score is not None:  # this is what it did
+                        return
+                if isinstance(error, RewardError):
+                    raise
                 raise RewardError(
                     f"Scoring the rollouts of prompt {group.prompt.index} raised {type(error).__name__}: {error}"
                 ) from error
-            if not isinstance(result, (Score, Rejection)):
+            if not isinstance(result, (Score, Group, Rejection)):
                 raise RewardError(
                     f"Scoring the rollouts of prompt {group.prompt.index} returned a {type(result).__name__}: it must "
-                    "return a Score or a Rejection."
+                    "return a Score, a Group or a Rejection."
                 )
             with self._changed:
                 if not self._over:

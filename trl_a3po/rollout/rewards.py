@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from trl_a3po.errors import RewardError
@@ -27,6 +27,8 @@ class RewardScorer:
         names: a name per function, for messages.
         decode: group -> its completions, as text or as messages.
         state: returns a snapshot of the trainer's state.
+        on_column: called with a column's number and its G rewards as soon as they are known; the `async def`
+            functions' come together, after the others.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class RewardScorer:
         names: Sequence[str],
         decode: Callable[[Group], list[Any]],
         state: Callable[[], Any],
+        on_column: Callable[[int, list[float]], None] | None = None,
     ):
         self._funcs = list(funcs)
         self._names = list(names)
         self._decode = decode
         self._state = state
+        self._on_column = on_column
         self._runner: asyncio.Runner | None = None
         self._one_at_a_time = threading.Lock()
 
@@ -61,10 +65,12 @@ class RewardScorer:
             "log_extra": lambda column, values: extra_columns[column].extend(values),
             "log_metric": lambda name, value: score.metrics.append((name, float(value))),
         }
-        for column, returned in enumerate(self._call(kwargs)):
-            if returned is not None:
-                for row, value in zip(score.rewards, self._checked(column, returned, size), strict=True):
-                    row[column] = value
+        for column, returned in self._call(kwargs):
+            values = self._checked(column, returned, size)
+            for row, value in zip(score.rewards, values, strict=True):
+                row[column] = value
+            if self._on_column is not None:
+                self._on_column(column, values)
         for name, values in extra_columns.items():
             if len(values) != size:
                 raise RewardError(
@@ -75,19 +81,22 @@ class RewardScorer:
         score.seconds = time.perf_counter() - started
         return score
 
+    def score_all(self, groups: Sequence[Group]) -> list[Score]:
+        """Score groups, one after the other."""
+        return [self(group) for group in groups]
+
     def close(self) -> None:
         """Close the event loop of the `async def` functions, if one was started. Idempotent."""
         runner, self._runner = self._runner, None
         if runner is not None:
             runner.close()
 
-    def _call(self, kwargs: dict[str, Any]) -> list[Any]:
-        """What each function returned; the `async def` ones run at the same time."""
+    def _call(self, kwargs: dict[str, Any]) -> Iterator[tuple[int, Any]]:
+        """What each function returned, by column; the `async def` ones run last and at the same time."""
         pending = {i: func for i, func in enumerate(self._funcs) if func is not None and is_async(func)}
-        results = [
-            self._guarded(i, lambda func=func: func(**kwargs)) if func is not None and i not in pending else None
-            for i, func in enumerate(self._funcs)
-        ]
+        for i, func in enumerate(self._funcs):
+            if func is not None and i not in pending:
+                yield i, self._guarded(i, lambda func=func: func(**kwargs))
         if pending:
 
             async def gather():
@@ -96,8 +105,7 @@ class RewardScorer:
             if self._runner is None:
                 self._runner = asyncio.Runner()
             for i, result in zip(pending, self._runner.run(gather()), strict=True):
-                results[i] = self._guarded(i, lambda result=result: _value_or_raise(result))
-        return results
+                yield i, self._guarded(i, lambda result=result: _value_or_raise(result))
 
     def _guarded(self, column: int, call: Callable[[], Any]) -> Any:
         try:

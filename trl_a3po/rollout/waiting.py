@@ -142,6 +142,16 @@ def stall_report(status: QueueStatus, seconds: float) -> str:
     )
 
 
+def overdue_report(status: QueueStatus, seconds: float, limit: float) -> str:
+    """The message of a `StallError` while a group has been scored for `seconds` in a thread."""
+    return (
+        f"The reward functions have been at one group for {seconds:.1f} s, longer than reward_timeout={limit:g} s, "
+        f"and a thread cannot be interrupted: {status.consumer}. Set reward_workers=1 or more, which runs them in "
+        "processes that are killed at reward_timeout and replaced, or raise reward_timeout.\n"
+        f"{status}\n{thread_stacks()}"
+    )
+
+
 def thread_stacks() -> str:
     """The stack of every thread of this process, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}

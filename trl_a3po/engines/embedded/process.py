@@ -44,9 +44,18 @@ class WorkerProcess:
         module: what the worker runs, as `python -m module SOCKET PARENT`; it calls `end_with_parent` first.
         inherit_fds: open files that it inherits.
         threads: its CPU threads, `None` for those of the environment.
+        shows_output: what it prints is printed here too, when `read_output` gets it.
     """
 
-    def __init__(self, module: str, *, inherit_fds: tuple[int, ...] = (), threads: int | None = None):
+    def __init__(
+        self,
+        module: str,
+        *,
+        inherit_fds: tuple[int, ...] = (),
+        threads: int | None = None,
+        shows_output: bool = False,
+    ):
+        self.shows_output = shows_output
         ours, theirs = socket.socketpair()
         self.output_fd, output = os.pipe()
         try:
@@ -91,6 +100,9 @@ class WorkerProcess:
             if not chunk:
                 return False
             self._tail = (self._tail + chunk)[-_TAIL:]
+            if self.shows_output:
+                sys.stdout.write(chunk.decode(errors="replace"))
+                sys.stdout.flush()
 
     @property
     def last_words(self) -> str:

@@ -1,0 +1,151 @@
+"""What happens to a scored group before it may be trained on: the filter for groups without variance, and the user's
+`on_group`.
+
+Guarantees: a group is dropped only for a reason that is counted; what `on_group` returns is checked before anybody
+else sees it: the same prompt, as many rollouts, each aligned and with versions that the engine has stamped in this
+group, one finite reward or NaN per rollout and function; `on_group` is called once per group, one group at a time.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from trl_a3po.errors import RewardError
+from trl_a3po.rollout.outcomes import Rejection
+from trl_a3po.rollout.records import Group, Rollout, Score
+
+NO_VARIANCE = Rejection("no variance in its rewards")
+RESOLUTION = 1e-6  # of the float32 that rewards are summed in
+
+OnGroup = Callable[[Group], Group | Rejection | None]
+
+
+class GroupFilter:
+    """`filter(group)`: the verdict of `score`, unless the filter has another one.
+
+    Args:
+        score: group -> its rewards, or a `Rejection`.
+        drops_zero_variance: reject groups whose rewards are all equal.
+        weights: a weight per reward function.
+        aggregation: `multi_objective_aggregation` of `GRPOConfig`.
+        on_group: called with a copy of each scored group that is left; returns `None` to accept it, a `Rejection` to
+            have it replaced, or the group to train on instead.
+    """
+
+    def __init__(
+        self,
+        score: Callable[[Group], Score | Rejection],
+        *,
+        drops_zero_variance: bool = False,
+        weights: Sequence[float] = (),
+        aggregation: str = "sum_then_normalize",
+        on_group: OnGroup | None = None,
+    ):
+        self._score = score
+        self._drops_zero_variance = drops_zero_variance
+        self._weights = list(weights)
+        self._aggregation = aggregation
+        self._on_group = on_group
+        self._one_at_a_time = threading.Lock()
+
+    def __call__(self, group: Group) -> Score | Group | Rejection:
+        """
+        Raises:
+            RewardError: `on_group` raised, or returned something that cannot be trained on in the group's place.
+        """
+        score = self._score(group)
+        if isinstance(score, Rejection):
+            return score
+        if self._drops_zero_variance and has_no_variance(score.rewards, self._weights, self._aggregation):
+            return NO_VARIANCE
+        return score if self._on_group is None else self._asked(group, score)
+
+    def _asked(self, group: Group, score: Score) -> Group | Rejection:
+        columns = len(score.rewards[0])
+        copy = replace(group, rollouts=[_copy(rollout) for rollout in group.rollouts], score=score)
+        try:
+            with self._one_at_a_time:
+                answer = self._on_group(copy)
+        except Exception as error:
+            raise RewardError(f"on_group raised {error!r} for prompt {group.prompt.index}.") from error
+        if isinstance(answer, Rejection):
+            return answer
+        if answer is not None and not isinstance(answer, Group):
+            raise RewardError(
+                f"on_group returned a {type(answer).__name__} for prompt {group.prompt.index}: return None to accept "
+                "the group, a Rejection to have it replaced, or a Group to train on instead."
+            )
+        changed = copy if answer is None else answer  # which it may have changed in place
+        try:
+            check_changed(changed, group, columns)
+        except ValueError as error:
+            raise RewardError(
+                f"on_group returned a group that cannot replace that of prompt {group.prompt.index}: {error}"
+            ) from error
+        return replace(group, rollouts=list(changed.rollouts), score=changed.score)
+
+
+def has_no_variance(rewards: Sequence[Sequence[float]], weights: Sequence[float], aggregation: str) -> bool:
+    """Whether the advantages of a group are zero whatever else is in its batch.
+
+    Args:
+        rewards: per rollout, one reward per function; NaN where a function returned `None`.
+        weights: one per function.
+        aggregation: `"sum_then_normalize"`, the weighted sum; `"normalize_then_sum"`, the weighted sum of what each
+            function's rewards are after normalisation within the group.
+    """
+    if aggregation == "normalize_then_sum":
+        columns = [_normalised([row[column] for row in rewards]) for column in range(len(weights))]
+        rewards = list(zip(*columns, strict=True))
+    sums = [
+        math.fsum(weight * value for weight, value in zip(weights, row, strict=True) if not math.isnan(value))
+        for row in rewards
+        if not all(map(math.isnan, row))  # a rollout that no function applies to has no advantage
+    ]
+    return not sums or max(sums) - min(sums) <= RESOLUTION * max(1.0, *map(abs, sums))
+
+
+def check_changed(changed: Group, group: Group, columns: int) -> None:
+    """Raise `ValueError` unless `changed` can be trained on in the place of `group`, of `columns` reward functions."""
+    if (changed.prompt.index, changed.prompt.token_ids) != (group.prompt.index, group.prompt.token_ids):
+        raise ValueError("its prompt is another one; only rollouts and score may change.")
+    if len(changed.rollouts) != len(group.rollouts):
+        raise ValueError(
+            f"it has {len(changed.rollouts)} rollouts instead of {len(group.rollouts)}; to drop some, return a "
+            "Rejection or give them no reward (NaN)."
+        )
+    stamped = {version for rollout in group.rollouts for version in rollout.versions}
+    for rollout in changed.rollouts:
+        _copy(rollout)  # which checks that it is aligned
+        if not stamped.issuperset(rollout.versions):
+            strange = sorted(set(rollout.versions) - stamped)
+            raise ValueError(
+                f"a token has version {strange[0]}, but its tokens were sampled from {sorted(stamped)}; a version is "
+                "stamped where a token is sampled, and stays with it."
+            )
+    score, size = changed.score, len(group.rollouts)
+    if score is None or [len(row) for row in score.rewards] != [columns] * size:
+        raise ValueError(f"its score must hold {size} rows of {columns} rewards, one per reward function.")
+    if any(math.isinf(value) for row in score.rewards for value in row):
+        raise ValueError("a reward is infinite; rewards are finite numbers, or NaN where a function does not apply.")
+    for name, values in score.extra_columns.items():
+        if len(values) != size:
+            raise ValueError(f"its extra column {name!r} has {len(values)} values instead of {size}.")
+
+
+def _copy(rollout: Rollout) -> Rollout:
+    return replace(
+        rollout,
+        token_ids=list(rollout.token_ids),
+        logps=list(rollout.logps),
+        versions=list(rollout.versions),
+    )
+
+
+def _normalised(values: list[float]) -> list[float]:
+    """As GRPOTrainer normalises one function's rewards within a group."""
+    known = [value for value in values if not math.isnan(value)]
+    mean = math.fsum(known) / max(len(known), 1)
+    std = math.sqrt(math.fsum((value - mean) ** 2 for value in known) / max(len(known) - 1, 1))
+    return [(value - mean) / (std + 1e-4) for value in values]

@@ -1,0 +1,97 @@
+"""A process that runs reward functions: `python -m trl_a3po.rollout.reward_worker SOCKET PARENT`, started by
+`RewardWorkers` alone.
+
+Guarantees: the functions run on the main thread, one group at a time, and keep their state from group to group; what
+they raise goes back as text, and the process goes on; it ends when its parent does.
+
+Messages in: the functions, once; then groups. Messages out: `ready`, `column`, `scored`, `failed`.
+"""
+
+import contextlib
+import pickle
+import resource
+import socket
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+from trl_a3po.engines.embedded.channel import Channel
+from trl_a3po.engines.embedded.process import end_with_parent
+from trl_a3po.errors import RewardError
+from trl_a3po.rollout.records import Group
+from trl_a3po.rollout.rewards import RewardScorer
+
+
+def main() -> None:
+    end_with_parent(int(sys.argv[2]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a worker is aborted for its stack, not for its memory
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    with contextlib.suppress(EOFError):  # the trainer closed its side
+        _serve(channel)
+
+
+def _serve(channel: Channel) -> None:
+    inbox: deque = deque()
+
+    def next_message() -> Any:
+        while not inbox:
+            channel.poll(3600)
+            inbox.extend(channel.receive())
+        return inbox.popleft()
+
+    def tell(*message: Any) -> None:
+        channel.send(message)
+        channel.drain()
+
+    functions, names = next_message()
+    try:
+        scorer = _Scorer(pickle.loads(functions), names, lambda column, values: tell("column", column, values))
+    except BaseException as error:
+        tell("failed", f"The reward functions cannot be loaded in a reward worker: {error!r}.", traceback.format_exc())
+        return
+    tell("ready")
+    while True:
+        try:
+            tell("scored", scorer(*pickle.loads(next_message())))
+        except EOFError:
+            raise
+        except RewardError as error:
+            tell("failed", str(error), _traceback(error.__cause__ or error))
+        except BaseException as error:  # a function that exits, above all
+            tell("failed", f"A reward function raised {error!r}.", _traceback(error))
+
+
+class _Scorer:
+    """A `RewardScorer` that is told the completions and the trainer's state with each group."""
+
+    def __init__(self, functions: list, names: list[str], on_column: Callable[[int, list[float]], None]):
+        self._names = names
+        self._completions: list[Any] = []
+        self._state: Any = None
+        self._scorer = RewardScorer(
+            functions, names, lambda group: self._completions, lambda: self._state, on_column=on_column
+        )
+
+    def __call__(self, group: Group, completions: list[Any], state: Any) -> bytes:
+        self._completions, self._state = completions, state
+        score = self._scorer(group)
+        try:
+            return cloudpickle.dumps(score)
+        except Exception as error:
+            columns = ", ".join(map(repr, score.extra_columns))
+            raise RewardError(
+                f"What log_extra recorded ({columns}) cannot be sent back from a reward worker: {error!r}. Record "
+                "numbers or text, or set reward_workers=0."
+            ) from error
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+if __name__ == "__main__":
+    main()
