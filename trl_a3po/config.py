@@ -27,7 +27,7 @@ CHOICES = {
     "shared_prompt": ("auto", "on", "off"),
 }
 
-ENGINE_METHODS = ("start", "submit", "wait", "cancel", "publish", "stats", "close")
+ENGINE_METHODS = ("start", "submit", "wait", "cancel", "publish", "score", "stats", "close")
 
 # Values of the public interface that this version does not run yet, and what to set until it does.
 NOT_YET = {
@@ -102,6 +102,9 @@ class A3POConfig(GRPOConfig):
             Longest prompt the engine accepts. Needed with `deterministic`, which pads every prompt to it.
         lora_sync (`str`, *optional*, defaults to `"adapter"`):
             Publish the adapter alone, or `"merged"` weights, merged out of place.
+        delivery_check_steps (`int`, *optional*, defaults to `50`):
+            Optimizer steps between two checks that the engine samples from the weights published last. The first one,
+            at start, publishes a perturbed copy and needs memory for it; 0 switches all of them off.
         vllm_server_urls (`list[str]`, *optional*):
             vLLM servers to generate with.
 
@@ -264,6 +267,13 @@ class A3POConfig(GRPOConfig):
             "choices": list(CHOICES["lora_sync"]),
         },
     )
+    delivery_check_steps: int = field(
+        default=50,
+        metadata={
+            "help": "Optimizer steps between two checks that the engine samples from the weights published last. The "
+            "first one, at start, publishes a perturbed copy and needs memory for it; 0 switches all of them off."
+        },
+    )
     vllm_server_urls: list[str] | None = field(
         default=None, metadata={"help": "URLs of the vLLM servers to generate with."}
     )
@@ -424,6 +434,7 @@ class A3POConfig(GRPOConfig):
             "engine_threads": 1,
             "engine_restarts": 0,
             "engine_max_prompt_tokens": 1,
+            "delivery_check_steps": 0,
             "reward_workers": 0,
             "max_rejected_groups_in_a_row": 1,
         }

@@ -9,6 +9,10 @@ class EngineError(A3POError):
     """The engine cannot sample any more."""
 
 
+class DeliveryError(EngineError):
+    """The engine does not sample from the weights that were published to it."""
+
+
 class RewardError(A3POError):
     """A reward function raised, or returned something that is not one number per completion."""
 

@@ -26,6 +26,7 @@ from trl_a3po.config import A3POConfig
 from trl_a3po.engines.embedded.engine import TransformersEngine
 from trl_a3po.engines.protocol import Engine, SamplingSettings
 from trl_a3po.publish.collect import collect_weights, policy_spec
+from trl_a3po.publish.delivery import NUM_TEXTS, DeliveryCheck, KnownTokens
 from trl_a3po.publish.merged import collect_merged, merged_spec
 from trl_a3po.publish.policy import WeightUpdate
 from trl_a3po.resume import RunState
@@ -93,6 +94,7 @@ class Session:
             spec = (merged_spec if self._merges else policy_spec)(model, dtype)
             self.engine.start(spec, sampling, self._collect(model, version, complete=True))
             self.published_version = version
+            self._delivery = self._check_delivery(trainer, model, version) if args.delivery_check_steps else None
             if isinstance(self._scorer, RewardWorkers):
                 self._scorer.start()
             if resumed is not None:
@@ -110,6 +112,8 @@ class Session:
         if version - self.published_version >= self._weight_sync_steps:
             self.queue.publish(self._collect(model, version, complete=False))
             self.published_version = version
+            if self._delivery is not None:
+                self._delivery.after_publish(model, version)
 
     def evaluate(self, trainer, rows: list[dict[str, Any]]) -> list[Group]:
         """Sample and score an evaluation batch from the current policy, while training rollouts go on.
@@ -148,6 +152,24 @@ class Session:
         """Groups so far whose reward worker was killed at `reward_timeout`, and whose worker died."""
         workers = self._scorer if isinstance(self._scorer, RewardWorkers) else None
         return {"timeouts": workers.timeouts if workers else 0, "crashes": workers.crashes if workers else 0}
+
+    def measured_gaps(self) -> list[float]:
+        """What the delivery checks since the last call found between engine and trainer: mean |Δ log-prob|."""
+        return [] if self._delivery is None else self._delivery.measured()
+
+    def _check_delivery(self, trainer, model: nn.Module, version: int) -> DeliveryCheck:
+        args = trainer.args
+        prompts = [tokenize_prompt(trainer, row) for row in itertools.islice(trainer.train_dataset, NUM_TEXTS)]
+        check = DeliveryCheck(
+            self.engine,
+            KnownTokens.after(prompts, args.max_completion_length),
+            temperature=args.temperature,
+            collect=lambda policy, version: self._collect(policy, version, complete=False),
+            every=args.delivery_check_steps,
+            timeout=args.stall_timeout,
+        )
+        check.at_start(model, version)
+        return check
 
     def _collect(self, model: nn.Module, version: int, *, complete: bool) -> WeightUpdate:
         return (collect_merged if self._merges else collect_weights)(model, version, complete=complete)

@@ -41,6 +41,7 @@ from trl_a3po.checks import (
 from trl_a3po.config import A3POConfig
 from trl_a3po.objectives import token_staleness
 from trl_a3po.publish.collect import base_model
+from trl_a3po.report.engine_gap import EngineGap
 from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.report.plan import trainer_plan
 from trl_a3po.resume import RunState, begin_run, choose_checkpoint, load_run, rotation_held, save_run, written_whole
@@ -113,6 +114,7 @@ class A3POTrainer(GRPOTrainer):
         self._taken: list[Group] | None = None
         self._loss_inputs: dict[str, Any] | None = None
         self._objective_stats: Any | None = None
+        self._engine_gap: EngineGap | None = None
 
     # --- a run's beginning and end ------------------------------------------------------------------------------
 
@@ -301,6 +303,8 @@ class A3POTrainer(GRPOTrainer):
             inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weight
             if self.model.training:
                 self._objective_stats = stats if self._objective_stats is None else self._objective_stats + stats
+                gap = self._gap(outputs[0], inputs)
+                self._engine_gap = gap if self._engine_gap is None else self._engine_gap + gap
             if "log_row" in inputs:
                 mask = inputs["completion_mask"]
                 means = (weight * mask).sum(1) / mask.sum(1).clamp(min=1)
@@ -336,6 +340,16 @@ class A3POTrainer(GRPOTrainer):
             epsilon_high=self.epsilon_high,
         )
 
+    def _gap(self, policy_logps: torch.Tensor, inputs: dict[str, Any]) -> EngineGap:
+        return EngineGap.of_batch(
+            policy_logps,
+            inputs["sampling_per_token_logps"],
+            inputs["behavior_versions"],
+            inputs["completion_mask"],
+            version=self.state.global_step,
+            single_version=self.args.kv_on_publish == "keep",
+        )
+
     # --- metrics ------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -352,6 +366,8 @@ class A3POTrainer(GRPOTrainer):
         metrics["a3po/queue/outstanding"].append(float(status.outstanding))
         metrics["a3po/engine/tokens_per_second"].append(engine.tokens / max(engine.busy_seconds, 1e-9))
         metrics["a3po/engine/restarts"].append(float(engine.restarts))
+        for gap in self._session.measured_gaps():
+            metrics["a3po/engine/gap"].append(gap)
         outcomes = self._session.queue.outcomes()
         so_far = {f"a3po/outcomes/{kind}": outcomes.count_attempts(kind) for kind in ("rejected", "failed")}
         so_far |= {f"a3po/reward/{kind}": count for kind, count in self._session.rewards_lost.items()}
@@ -361,7 +377,8 @@ class A3POTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and self._objective_stats is not None:
             stats, self._objective_stats = self._objective_stats, None
-            for name, value in stats.metrics().items():
+            gap, self._engine_gap = self._engine_gap, None
+            for name, value in (stats.metrics() | gap.metrics()).items():
                 self._metrics["train"][name].append(value)
         super().log(logs, start_time)
 

@@ -1,0 +1,94 @@
+"""A policy with other weights than its own, without touching them: what the delivery check publishes first.
+
+Guarantees: the trained tensors are only read; neither the global random numbers nor the module's training mode change;
+what is perturbed is exactly what training changes, each storage once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+_PATTERN = 65_537  # a prime, so that rows of a matrix do not repeat
+_HEAD = 3.0  # times more for the output layer, or layers before it drown what a stale copy of it would show
+_NOTHING, _INSTEAD = 1e-3, 1.5  # a weight of zeros, such as a LoRA B, is moved as if its root mean square were 1.5
+
+
+def perturbed_weights(model: nn.Module, strength: float) -> dict[str, torch.Tensor]:
+    """New tensors for the parameters that require a gradient, each moved by `strength` times its root mean square in
+    fixed random directions, more for the output layer. They take as much memory as the gradients will."""
+    pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
+    patterns: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+    head = model.get_output_embeddings()
+    loud = set() if head is None else {id(weight) for weight in head.parameters()}
+    moved = {}
+    for number, (name, weight) in enumerate(model.named_parameters()):
+        if weight.requires_grad:
+            key = (weight.device, weight.dtype)
+            if key not in patterns:
+                patterns[key] = pattern.to(*key)
+            louder = strength * _HEAD if id(weight) in loud else strength
+            moved[name] = _moved(weight.detach(), louder, patterns[key].roll(7919 * number))
+    return moved
+
+
+def with_weights(model: nn.Module, weights: dict[str, torch.Tensor], function: Callable[[nn.Module], Any]) -> Any:
+    """`function(model)` while `model` has `weights` in place of its own parameters of these names."""
+    given = {f"model.{name}": nn.Parameter(weight) for name, weight in weights.items()}
+    return functional_call(_Applied(model, function), given, tie_weights=True)
+
+
+@torch.no_grad()
+def known_logps(
+    model: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
+) -> torch.Tensor:
+    """`(N, T)` fp32 log-probs of the completions' tokens, on the CPU: the model's plain forward in its own precision,
+    without dropout, temperature applied.
+
+    Args:
+        prompts: N prompts of one length.
+        completions: N completions of T tokens.
+    """
+    device = model.get_input_embeddings().weight.device
+    tokens = torch.tensor(completions, device=device)
+    ids = torch.cat([torch.tensor(prompts, device=device), tokens], dim=1)
+    with _evaluating(model):
+        # Not `model(...)`: hooks belong to training.
+        logits = model.forward(input_ids=ids, use_cache=False).logits
+    length = tokens.shape[1]
+    logps = (logits[:, -length - 1 : -1].float() / temperature).log_softmax(-1)
+    return logps.gather(2, tokens[:, :, None])[:, :, 0].cpu()
+
+
+class _Applied(nn.Module):
+    def __init__(self, model: nn.Module, function: Callable[[nn.Module], Any]):
+        super().__init__()
+        self.model = model
+        self.function = function
+
+    def forward(self) -> Any:
+        return self.function(self.model)
+
+
+def _moved(weight: torch.Tensor, strength: float, pattern: torch.Tensor) -> torch.Tensor:
+    rms = torch.linalg.vector_norm(weight, dtype=torch.float32) / max(1, weight.numel()) ** 0.5
+    noise = pattern * (strength * torch.where(rms < _NOTHING, _INSTEAD, rms)).to(pattern.dtype)
+    moved = weight.clone(memory_format=torch.contiguous_format).view(-1)
+    whole = len(moved) // len(noise) * len(noise)
+    moved[:whole].view(-1, len(noise)).add_(noise)
+    moved[whole:].add_(noise[: len(moved) - whole])
+    return moved.view(weight.shape)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
