@@ -32,7 +32,6 @@ ENGINE_METHODS = ("start", "submit", "wait", "cancel", "publish", "score", "stat
 # Values of the public interface that this version does not run yet, and what to set until it does.
 NOT_YET = {
     ("schedule", "periodic"): "'async' or 'sync'",
-    ("schedule", "fixed_lag"): "'async' or 'sync'",
     ("engine", "vllm"): "'transformers'",
     ("shared_prompt", "on"): "'auto', which pads",
 }
@@ -52,7 +51,8 @@ class A3POConfig(GRPOConfig):
             taken. 0 trains exactly as GRPO.
         schedule (`str`, *optional*, defaults to `"async"`):
             `"async"` generates ahead of training within `max_staleness`; `"sync"` generates each batch from the
-            current policy and waits for it.
+            current policy and waits for it; `"fixed_lag"` samples every batch from the policy of exactly
+            `max_staleness` steps before, so that a run does not depend on timing.
         weight_sync_steps (`int`, *optional*, defaults to `1`):
             Optimizer steps between two publishes of the weights to the engine.
         max_attempts (`int`, *optional*, defaults to `3`):
@@ -157,7 +157,8 @@ class A3POConfig(GRPOConfig):
         default="async",
         metadata={
             "help": "'async' generates ahead of training within max_staleness; 'sync' generates each batch from the "
-            "current policy and waits for it.",
+            "current policy and waits for it; 'fixed_lag' samples every batch from the policy of exactly max_staleness "
+            "steps before, so that a run does not depend on timing.",
             "choices": list(CHOICES["schedule"]),
         },
     )
@@ -356,6 +357,11 @@ class A3POConfig(GRPOConfig):
         return staleness_of_schedule(self.schedule, self.max_staleness)
 
     @property
+    def lag(self) -> int | None:
+        """`schedule="fixed_lag"`: how many generation batches before its own a batch is sampled."""
+        return self.max_staleness // self.optimizer_steps_per_generation if self.schedule == "fixed_lag" else None
+
+    @property
     def optimizer_steps_per_generation(self) -> int:
         """K: the most optimizer steps that one generation batch is used for, at least 1."""
         micro_steps = self.steps_per_generation * self.num_iterations
@@ -537,7 +543,30 @@ class A3POConfig(GRPOConfig):
                     f"objective={self.objective!r} needs {why}, which {name}={value!r} breaks: set {name}={needed!r}."
                 )
 
+    def _check_fixed_lag(self):
+        micro_steps = self.steps_per_generation * self.num_iterations
+        steps, rest = divmod(micro_steps, self.gradient_accumulation_steps)
+        if rest:
+            raise ValueError(
+                f"schedule='fixed_lag' needs whole optimizer steps a generation batch, but {micro_steps} micro-steps "
+                f"with gradient_accumulation_steps={self.gradient_accumulation_steps} are not: set "
+                "steps_per_generation to a multiple of gradient_accumulation_steps."
+            )
+        if self.max_staleness % steps:
+            raise ValueError(
+                f"schedule='fixed_lag' with {steps} optimizer steps a generation batch has policies every {steps} "
+                f"steps, and none max_staleness={self.max_staleness} steps before a batch: set max_staleness to a "
+                f"multiple of {steps}."
+            )
+        if self.weight_sync_steps > steps:
+            raise ValueError(
+                f"schedule='fixed_lag' publishes for every generation batch, which weight_sync_steps="
+                f"{self.weight_sync_steps} would skip: set weight_sync_steps={steps}."
+            )
+
     def _check_staleness(self):
+        if self.schedule == "fixed_lag":
+            self._check_fixed_lag()
         steps = self.optimizer_steps_per_generation
         if starves(self.weight_sync_steps, steps, self.staleness_bound):
             bound = f"max_staleness={self.max_staleness}" if self.schedule != "sync" else "schedule='sync'"

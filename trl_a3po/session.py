@@ -80,6 +80,7 @@ class Session:
             max_staleness=args.staleness_bound,
             version_of_take=clock.version_of_take,
             total_takes=clock.total_takes,
+            lag=args.lag,
             max_attempts=args.max_attempts,
             stall_timeout=args.stall_timeout,
             max_in_flight=groups_in_engine(args),
@@ -225,7 +226,7 @@ def engine_slots(args: A3POConfig) -> int:
 def groups_in_engine(args: A3POConfig) -> int | None:
     """Groups handed to the engine at a time: what fills its slots and two more to refill them at once. The others are
     submitted later, under newer weights, and leave a straggler room to be overtaken."""
-    if args.engine != "transformers":
+    if args.engine != "transformers" or args.lag is not None:
         return None
     return -(-engine_slots(args) // args.num_generations) + 2
 

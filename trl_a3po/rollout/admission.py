@@ -28,12 +28,14 @@ class TakePlan:
         max_staleness: largest staleness of a trained token, in optimizer steps.
         version_of_take: take number n (0-based) -> the policy version it happens at, at most; nondecreasing.
         total_takes: takes of the run; no group is admitted for a later one.
+        lag: with `schedule="fixed_lag"`, how many takes before its own a batch is sampled; `None` otherwise.
     """
 
     groups_per_batch: int
     max_staleness: int
     version_of_take: Callable[[int], int]
     total_takes: int
+    lag: int | None = None
 
     def __post_init__(self):
         for name, least in (("groups_per_batch", 1), ("max_staleness", 0), ("total_takes", 0)):
@@ -48,6 +50,10 @@ class TakePlan:
     def in_bound(self, take: int, version: int) -> bool:
         """Whether a token sampled at `version` may still be trained at `take`."""
         return take < self.total_takes and self.version_of_take(take) <= version + self.max_staleness
+
+    def lagged_version(self, take: int) -> int:
+        """With a `lag`: the version that the batch of take number `take` is sampled from."""
+        return self.version_of_take(max(0, take - self.lag))
 
     def capacity(self, next_take: int, published_version: int) -> int:
         """How many groups may wait to be taken: the next one is submitted only if fewer do."""
@@ -72,11 +78,11 @@ def staleness_of_schedule(schedule: str, max_staleness: int) -> int:
     """The queue's `max_staleness` under a schedule: "sync" is the same queue with none to spend.
 
     Raises:
-        ValueError: the schedule is neither "async" nor "sync".
+        ValueError: the schedule is none of "async", "sync" and "fixed_lag".
     """
     match schedule:
-        case "async":
+        case "async" | "fixed_lag":
             return max_staleness
         case "sync":
             return 0
-    raise ValueError(f'schedule is "{schedule}", but the queue knows "async" and "sync": choose one of these.')
+    raise ValueError(f'schedule is "{schedule}", but the queue knows "async", "sync" and "fixed_lag": choose one.')

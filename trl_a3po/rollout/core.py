@@ -25,7 +25,9 @@ from trl_a3po.rollout.records import Group, Prompt, Rollout, Score
 from trl_a3po.rollout.take_order import Choice, choose_batch
 
 Stage = Literal["to submit", "in the engine", "waiting for its reward", "being scored", "ready"]
-Admission = Literal["open", "total_takes", "max_staleness", "max_in_flight", "prompts", "end of data"]
+Admission = Literal[
+    "open", "total_takes", "max_staleness", "max_in_flight", "prompts", "end of data", "lag", "batch in the engine"
+]
 
 FINISHED: tuple[Stage, ...] = ("waiting for its reward", "being scored", "ready")
 SPARE_BATCHES = 2  # prompts kept tokenised beyond what may be submitted: the batch a publish opens, and replacements
@@ -75,6 +77,7 @@ class QueueCore:
         self.order: list[Outstanding] = []
         self.next_take = 0
         self.published_version = 0
+        self._first_version: int | None = None
         self._last_taken_version = 0
         self._requests = 0
         self._rejected_in_a_row = 0
@@ -134,15 +137,41 @@ class QueueCore:
             return "max_staleness"
         if position >= (position + self.prompts.buffered) // batch * batch:
             return "end of data" if self.prompts.source_ended else "prompts"
+        if self.plan.lag is not None:
+            return self._lagged_admission(position)
         if self.max_in_flight is not None and self.count("in the engine") >= self.max_in_flight:
             return "max_in_flight"
         return "open"
 
+    def _lagged_admission(self, position: int) -> Admission:
+        """A batch goes to an engine without other work, under its own version: so what is sampled, and next to what,
+        does not depend on the time anything takes."""
+        take = self.plan.expected_take(self.next_take, position)
+        if max(self._first_version, self.plan.lagged_version(take)) != self.published_version:
+            return "lag"
+        if position % self.plan.groups_per_batch == 0 and self.sampling:
+            return "batch in the engine"
+        return "open"
+
+    @property
+    def sampling(self) -> bool:
+        """Some group is in the engine, or is about to be handed to it again."""
+        return self.count("to submit", "in the engine") > 0
+
+    @property
+    def settled(self) -> bool:
+        """Everything that is to be sampled from the published version has been: with a `lag`, the next version may
+        be published, and a checkpoint cuts nothing off."""
+        waits_for_this_version = self.admission() in ("open", "prompts", "batch in the engine")
+        return not self.sampling and not waits_for_this_version
+
     def choice(self) -> Choice:
         """What the next take would hand out now."""
+        # With a lag, a batch is what was sampled as one: nothing of a later batch takes its place.
+        order = self.order if self.plan.lag is None else self.order[: self.plan.groups_per_batch]
         return choose_batch(
-            [item.stage == "ready" for item in self.order],
-            [item.submitted_version for item in self.order],
+            [item.stage == "ready" for item in order],
+            [item.submitted_version for item in order],
             plan=self.plan,
             next_take=self.next_take,
             takes_end=self.takes_end,
@@ -155,6 +184,8 @@ class QueueCore:
         if version < self.published_version:
             raise ValueError(f"Version {version} was published after version {self.published_version}.")
         self.published_version = version
+        if self._first_version is None:
+            self._first_version = version
 
     def submissions(self) -> list[GroupRequest]:
         """The requests to hand to the engine now: retries first, then new prompts as far as admission allows."""
@@ -188,11 +219,14 @@ class QueueCore:
             self._attempt_finished(item, event)
 
     def next_to_score(self) -> tuple[int, Group] | None:
-        """The oldest group waiting for its reward, by request id; it is being scored from now on."""
+        """The oldest group waiting for its reward, by request id; it is being scored from now on. With a `lag`, groups
+        are scored in submission order, so that reward functions with a state see the same groups in every run."""
         for item in self.order:
             if item.stage == "waiting for its reward":
                 self._enter(item, "being scored")
                 return item.request_id, item.group
+            if self.plan.lag is not None and item.stage in ("to submit", "in the engine"):
+                return None
         return None
 
     def scoring_seconds(self) -> float:
@@ -208,6 +242,12 @@ class QueueCore:
         """
         item = self._by_request[request_id]
         if isinstance(result, Rejection):
+            if self.plan.lag is not None:
+                raise GenerationFailed(
+                    f"The group of prompt {item.prompt.index} was rejected ({result.reason}), and "
+                    "schedule='fixed_lag' cannot replace it: its batch was sampled as one. Accept it, or set "
+                    "schedule='async'."
+                )
             self._reject(item, result.reason)
             return
         if isinstance(result, Group):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
-from trl_a3po.engines.protocol import Engine
+from trl_a3po.engines.protocol import Engine, GroupRequest
 from trl_a3po.errors import A3POError, EngineError, RewardError, StallError
 from trl_a3po.publish.policy import WeightUpdate
 from trl_a3po.rollout.admission import TakePlan
@@ -51,6 +51,8 @@ class GenerationQueue:
         version_of_take: take number n of this run (0-based) -> the policy version it happens at, nondecreasing. A
             take may happen at a lower version than promised, never at a higher one.
         total_takes: takes of the run; nothing is submitted for a later one.
+        lag: `schedule="fixed_lag"`: how many takes before its own every batch is sampled, as one message to an engine
+            without other work; `None` samples whatever `max_staleness` allows.
         max_attempts: attempts at a prompt before the run stops with `GenerationFailed`.
         stall_timeout: seconds without any event after which a waiting `take` raises `StallError`.
         max_in_flight: most groups in the engine at a time; `None` leaves that to `max_staleness`.
@@ -72,6 +74,7 @@ class GenerationQueue:
         max_staleness: int,
         version_of_take: Callable[[int], int],
         total_takes: int,
+        lag: int | None = None,
         max_attempts: int = 3,
         stall_timeout: float = 600.0,
         max_in_flight: int | None = None,
@@ -97,7 +100,7 @@ class GenerationQueue:
         self._interrupt_score = interrupt_score
         self._core = QueueCore(
             prompts=prompts,
-            plan=TakePlan(groups_per_batch, max_staleness, version_of_take, total_takes),
+            plan=TakePlan(groups_per_batch, max_staleness, version_of_take, total_takes, lag),
             num_rollouts=num_rollouts,
             max_attempts=max_attempts,
             max_in_flight=max_in_flight,
@@ -142,12 +145,13 @@ class GenerationQueue:
             self._core.restore(state, prompts, version)
 
     def state(self) -> QueueState:
-        """A snapshot to `restore` from; the queue goes on.
+        """A snapshot to `restore` from; the queue goes on. With a `lag` it first waits for the batch in the engine.
 
         Raises:
             EngineError, RewardError, GenerationFailed, StampError: what stopped the background work.
             QueueClosed: the queue is closed.
         """
+        self._settle()
         with self._changed:
             self._raise_if_over()
             return self._core.state()
@@ -155,10 +159,14 @@ class GenerationQueue:
     def publish(self, update: WeightUpdate) -> None:
         """Publish `update` to the engine and let admission follow. Main thread only.
 
+        With a `lag` it first waits for what belongs to the version published before.
+
         Raises:
             EngineError: the engine could not take the weights.
+            StallError: `stall_timeout` seconds of that wait passed without an event.
         """
         self._raise_if_over()
+        self._settle()
         self._engine.publish(update)
         self._published(update.version)
 
@@ -213,15 +221,12 @@ class GenerationQueue:
         side = SideRequests(prompts, num_rollouts, first_noise_key, self._core.max_attempts)
         with self._changed:
             self._raise_if_over()
-            self._side = side
+            self._side, began = side, time.monotonic()
             self._progress()
             try:
                 while not side.done:
                     self._raise_if_over()
-                    quiet = time.monotonic() - self._last_progress
-                    if quiet >= self._stall_timeout:
-                        raise StallError(stall_report(self.status(), quiet))
-                    self._changed.wait(self._stall_timeout - quiet)
+                    self._wait_for_progress(began)
             finally:
                 self._side = None
         return side.rollouts()
@@ -314,6 +319,26 @@ class GenerationQueue:
             self._changed.wait(longest)
             return None
 
+    def _settle(self) -> None:
+        """With a `lag`, wait until all that is to be sampled from the published version has been."""
+        began = time.monotonic()
+        while self._core.plan.lag is not None:
+            self._fill_prompts()
+            with self._changed:
+                self._raise_if_over()
+                if self._core.settled:
+                    return
+                if self._core.admission() != "prompts":
+                    self._wait_for_progress(began)
+
+    def _wait_for_progress(self, began: float) -> None:
+        """Wait for the next event, or raise when there has been none for too long since `began`; the caller holds the
+        lock."""
+        quiet = time.monotonic() - max(began, self._last_progress)
+        if quiet >= self._stall_timeout:
+            raise StallError(stall_report(self.status(), quiet))
+        self._changed.wait(self._stall_timeout - quiet)
+
     def _fill_prompts(self) -> None:
         with self._changed:
             wanted = self._core.prompts_wanted
@@ -339,9 +364,7 @@ class GenerationQueue:
             with self._changed:
                 if self._over:
                     break
-                requests = self._core.submissions()
-                if self._side is not None:
-                    requests = requests + self._side.submissions()
+                requests = self._submissions()
                 self._blocked(self._core.admission() == "max_staleness")
                 if requests:
                     self._progress()
@@ -363,6 +386,14 @@ class GenerationQueue:
             left = self._core.close()
         if left:
             self._engine.cancel(left)
+
+    def _submissions(self) -> list[GroupRequest]:
+        """What to hand to the engine now. With a `lag`, prompts beside the run's own have the engine to themselves."""
+        if self._side is None:
+            return self._core.submissions()
+        if self._core.plan.lag is None:
+            return self._core.submissions() + self._side.submissions()
+        return self._core.submissions() if self._core.sampling else self._side.submissions()
 
     def _reward_loop(self) -> None:
         """Scores finished groups, the oldest first."""

@@ -91,6 +91,10 @@ def producer_reason(core: QueueCore) -> str:
                 f"waiting for a publish: the next group would be trained at version {version}, "
                 f"beyond the published version {core.published_version} + max_staleness {core.plan.max_staleness}"
             )
+        case "lag":
+            return "waiting for a publish: with schedule='fixed_lag' the next batch belongs to the next version"
+        case "batch in the engine":
+            return "waiting for the engine: with schedule='fixed_lag' it samples one batch at a time"
         case "max_in_flight":
             return f"waiting for the engine: max_in_flight={core.max_in_flight} groups are being sampled"
         case "prompts":
