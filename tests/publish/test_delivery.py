@@ -166,7 +166,7 @@ def test_an_engine_that_stops_following_is_caught_within_two_checks(kind):
     model, engine = policy(kind), stub(StopsFollowing)
     check = check_of(engine, model, every=2)
     check.at_start(model, 0)
-    with pytest.raises(DeliveryError, match="Version [468] was published, but .* closer to version [024]:"):
+    with pytest.raises(DeliveryError, match=r"Version [468] was published, but .* closer to version [024]:"):
         for version in range(1, 9):
             step(model, 0.01)
             engine.publish(changing(model, version))
@@ -319,5 +319,5 @@ def test_weights_that_no_forward_reads_are_named_as_the_cause():
     model = policy()
     model.requires_grad_(False)
     model.register_parameter("idle", torch.nn.Parameter(torch.ones(3)))
-    with pytest.raises(DeliveryError, match="No perturbation .* 0 with noise of 0.1"):
+    with pytest.raises(DeliveryError, match=r"No perturbation .* 0 with noise of 0.1"):
         check_of(stub(), model, update=collect_weights(policy(), 0, complete=True)).at_start(model, 0)

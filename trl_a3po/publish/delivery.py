@@ -8,11 +8,11 @@ Guarantees, for any engine of `engines/protocol.py`:
 - every answer names its version, which must be the one published last.
 
 Why movements are compared: the gap between engine and trainer depends on dtypes and kernels (1e-5 with fp32 on both
-sides, up to a tenth with bf16), so no fixed number tells a good gap from a bad one. But the perturbation is made strong
-enough to move log-probs by 1 to 3, far more than any of these: an engine that follows is wrong by about its own gap,
-a small part of that, and one that leaves out a part of the weights, or divides by another temperature, by much more.
-So the movement may be wrong by five gaps, which is never less than 5% of it nor more than 20%, and the gap itself may
-be 20% of it. With fp32 on both sides that finds one missing layer in 30, with bf16 a missing output layer.
+sides, up to a tenth with bf16), so no fixed number tells a good gap from a bad one. But the perturbation is made
+strong enough to move log-probs by 1 to 3, far more than any of these: an engine that follows is wrong by about its own
+gap, a small part of that, and one that leaves out a part of the weights, or divides by another temperature, by much
+more. So the movement may be wrong by five gaps, taken as no less than 5% and no more than 20% of it, and the gap may
+itself be 20% of it. With fp32 on both sides that finds one missing layer in 30, with bf16 a missing output layer.
 """
 
 import random
@@ -139,8 +139,8 @@ def later_fault(
     if closest is None or gap < others[closest]:
         return None
     return (
-        f"Version {version} was published, but the engine's log-probs of known tokens are closer to version {closest}: "
-        f"on average {others[closest]:.3g} from its and {gap:.3g} from version {version}'s, which are "
+        f"Version {version} was published, but the engine's log-probs of known tokens are closer to version "
+        f"{closest}: on average {others[closest]:.3g} from its and {gap:.3g} from version {version}'s, which are "
         f"{apart[closest]:.3g} apart; the gap at start was {start_gap:.3g}."
     )
 
