@@ -24,6 +24,7 @@ TRAINER_ARGUMENTS = (
     "optimizers",
     "peft_config",
     "quantization_config",
+    "on_group",
     "tools",
     "rollout_func",
     "environment_factory",
@@ -77,7 +78,7 @@ def build(
     options = {name: settings.pop(name) for name in TRAINER_ARGUMENTS if name in settings}
     ours = issubclass(trainer_class, A3POTrainer)
     if ours:
-        settings = {"max_staleness": 0, "engine": StubEngine(COMPLETE), **settings}
+        settings = {"max_staleness": 0, "engine": StubEngine(COMPLETE), "delivery_check_steps": 0, **settings}
     settings = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
