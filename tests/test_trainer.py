@@ -1,6 +1,7 @@
 """The trainer's hooks: alignment of versions, the objective's gradient, bounds, failures and endings."""
 
 import math
+import time
 
 import pandas
 import pytest
@@ -273,6 +274,26 @@ def test_the_completions_table_has_versions_staleness_and_weight(model_path, tmp
     weights = dict(zip([tuple(r.token_ids) for r in rollouts], table["w"], strict=True))
     assert len(weights) == len(rollouts) == 8 and not table["w"].isna().any()
     assert any(abs(w - 1) > 1e-3 for w in weights.values()) and expected.keys() == weights.keys()
+
+
+def test_drift_within_a_batch_is_logged_apart_from_its_staleness(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, num_iterations=3, max_staleness=3, max_steps=9)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "a3po/drift" in entry]
+    assert [entry["a3po/drift"] for entry in steps] == [0, 1, 2] * 3
+    assert [entry["a3po/staleness/max"] for entry in steps] == [0, 0, 0, 3, 3, 3, 3, 3, 3]
+
+
+def test_the_share_of_time_that_either_side_waits_is_logged(model_path, tmp_path):
+    def slow(completion_ids, **kwargs):
+        time.sleep(0.2)
+        return reward(completion_ids)
+
+    trainer = build(model_path, tmp_path, reward_funcs=slow, max_staleness=1, max_steps=5)
+    trainer.train()
+    idle = [entry["a3po/trainer_idle"] for entry in trainer.state.log_history if "a3po/trainer_idle" in entry]
+    assert len(idle) == 4 and all(0 <= share <= 1 for share in idle) and max(idle) > 0.3
+    assert all(entry["a3po/time/blocked"] >= 0 for entry in trainer.state.log_history if "a3po/time/blocked" in entry)
 
 
 # --- rewards ------------------------------------------------------------------------------------------------------

@@ -109,6 +109,7 @@ class A3POTrainer(GRPOTrainer):
         check_reward_functions(args, reward_functions(self), self.reward_func_names)
         self.on_group = on_group
         self._session: Session | None = None
+        self._last_take: tuple[float, float] | None = None
         self._resumed: RunState | None = None
         self._holds_push = False
         self._taken: list[Group] | None = None
@@ -152,6 +153,7 @@ class A3POTrainer(GRPOTrainer):
     def close(self) -> None:
         """Stop generating and free the engine. Called at the end of `train`; idempotent."""
         session, self._session, self._taken, self._resumed = self._session, None, None, None
+        self._last_take = None
         if session is not None:
             session.close()
 
@@ -217,6 +219,7 @@ class A3POTrainer(GRPOTrainer):
         with self._timed("a3po/time/wait"):
             self._taken = self._session.queue.take(version)
         self._log_take()
+        self._last_take = time.perf_counter(), self._session.queue.status().blocked_seconds
         return [dict(group.prompt.example) for group in self._taken for _ in group.rollouts]
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
@@ -303,6 +306,8 @@ class A3POTrainer(GRPOTrainer):
             inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weight
             if self.model.training:
                 self._objective_stats = stats if self._objective_stats is None else self._objective_stats + stats
+                taken_at = int((inputs["behavior_versions"] + inputs["staleness"]).max())
+                self._metrics["train"]["a3po/drift"].append(float(self.state.global_step - taken_at))
                 gap = self._gap(outputs[0], inputs)
                 self._engine_gap = gap if self._engine_gap is None else self._engine_gap + gap
             if "log_row" in inputs:
@@ -361,6 +366,10 @@ class A3POTrainer(GRPOTrainer):
     def _log_take(self) -> None:
         metrics = self._metrics["train"]
         status, engine = self._session.queue.status(), self._session.engine.stats()
+        if self._last_take is not None:
+            taken_at, blocked_before = self._last_take
+            metrics["a3po/trainer_idle"].append(metrics["a3po/time/wait"][-1] / (time.perf_counter() - taken_at))
+            metrics["a3po/time/blocked"].append(status.blocked_seconds - blocked_before)
         metrics["a3po/time/reward"].append(sum(group.score.seconds for group in self._taken))
         metrics["a3po/queue/ready"].append(float(status.ready))
         metrics["a3po/queue/outstanding"].append(float(status.outstanding))
