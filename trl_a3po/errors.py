@@ -14,7 +14,8 @@ class DeliveryError(EngineError):
 
 
 class RewardError(A3POError):
-    """A reward function raised, or returned something that is not one number per completion."""
+    """A reward function raised, or returned something that is not one number per completion, or cannot be run in a
+    reward worker; or `on_group` did the like."""
 
 
 class StallError(A3POError):

@@ -31,6 +31,7 @@ def config_plan(args: A3POConfig) -> str:
         "engine": f"{engine}, {args.engine_slots or 'automatic'} slots, kv_on_publish {args.kv_on_publish}"
         + (", deterministic" if args.deterministic else ""),
         "completions": f"at most {args.max_completion_length} tokens at temperature {args.temperature:g}",
+        "rewards": _rewards_detail(args),
         "longest silent wait": f"{args.stall_timeout:g} s",
     }
     return _table(lines)
@@ -78,6 +79,13 @@ def _objective_detail(args: A3POConfig) -> str:
         else f"{args.behavior_weight_mode} at {args.behavior_weight_cap:g}"
     )
     return f"proximal policy {args.proximal_method}, behavior weight per {args.behavior_weight_level}: {cap}"
+
+
+def _rewards_detail(args: A3POConfig) -> str:
+    where = f"in {args.reward_workers} processes" if args.reward_workers else "in a thread"
+    limit = "without a limit" if args.reward_timeout is None else f"at most {args.reward_timeout:g} s a group"
+    dropped = ", groups of equal rewards replaced" if args.drop_zero_variance_groups else ""
+    return f"{where}, {limit}{dropped}"
 
 
 def _table(lines: dict[str, str]) -> str:
