@@ -368,7 +368,7 @@ class A3POTrainer(GRPOTrainer):
         status, engine = self._session.queue.status(), self._session.engine.stats()
         if self._last_take is not None:
             taken_at, blocked_before = self._last_take
-            metrics["a3po/trainer_idle"].append(metrics["a3po/time/wait"][-1] / (time.perf_counter() - taken_at))
+            metrics["a3po/time/idle_share"].append(metrics["a3po/time/wait"][-1] / (time.perf_counter() - taken_at))
             metrics["a3po/time/blocked"].append(status.blocked_seconds - blocked_before)
         metrics["a3po/time/reward"].append(sum(group.score.seconds for group in self._taken))
         metrics["a3po/queue/ready"].append(float(status.ready))
