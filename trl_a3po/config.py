@@ -157,8 +157,8 @@ class A3POConfig(GRPOConfig):
         default="async",
         metadata={
             "help": "'async' generates ahead of training within max_staleness; 'sync' generates each batch from the "
-            "current policy and waits for it; 'fixed_lag' samples every batch from the policy of exactly max_staleness "
-            "steps before, so that a run does not depend on timing.",
+            "current policy and waits for it; 'fixed_lag' samples every batch from the policy of exactly "
+            "max_staleness steps before, so that a run does not depend on timing.",
             "choices": list(CHOICES["schedule"]),
         },
     )
