@@ -120,3 +120,5 @@ def test_fresh_tokens_count_and_where_caches_are_kept_only_in_completions_of_one
     recomputed = metrics(5, False)
     assert recomputed["a3po/engine_gap/mean"] == pytest.approx(1.4 / 4)
     assert metrics(6, True) == {}  # a later optimizer step of the batch
+    spanning = EngineGap.of_kept_caches(lt, lb, versions, mask, version=5).metrics()
+    assert spanning == {"a3po/kept_cache_gap/mean": pytest.approx(0.8), "a3po/kept_cache_gap/max": pytest.approx(0.8)}

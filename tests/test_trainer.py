@@ -291,7 +291,7 @@ def test_the_share_of_time_that_either_side_waits_is_logged(model_path, tmp_path
 
     trainer = build(model_path, tmp_path, reward_funcs=slow, max_staleness=1, max_steps=5)
     trainer.train()
-    idle = [entry["a3po/time/idle_share"] for entry in trainer.state.log_history if "a3po/trainer_idle" in entry]
+    idle = [entry["a3po/time/idle_share"] for entry in trainer.state.log_history if "a3po/time/idle_share" in entry]
     assert len(idle) == 4 and all(0 <= share <= 1 for share in idle) and max(idle) > 0.3
     assert all(entry["a3po/time/blocked"] >= 0 for entry in trainer.state.log_history if "a3po/time/blocked" in entry)
 

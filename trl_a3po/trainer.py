@@ -115,7 +115,7 @@ class A3POTrainer(GRPOTrainer):
         self._taken: list[Group] | None = None
         self._loss_inputs: dict[str, Any] | None = None
         self._objective_stats: Any | None = None
-        self._engine_gap: EngineGap | None = None
+        self._gaps: list[EngineGap] | None = None
 
     # --- a run's beginning and end ------------------------------------------------------------------------------
 
@@ -308,8 +308,8 @@ class A3POTrainer(GRPOTrainer):
                 self._objective_stats = stats if self._objective_stats is None else self._objective_stats + stats
                 taken_at = int((inputs["behavior_versions"] + inputs["staleness"]).max())
                 self._metrics["train"]["a3po/drift"].append(float(self.state.global_step - taken_at))
-                gap = self._gap(outputs[0], inputs)
-                self._engine_gap = gap if self._engine_gap is None else self._engine_gap + gap
+                gaps = self._gaps_of(outputs[0], inputs)
+                self._gaps = gaps if self._gaps is None else [a + b for a, b in zip(self._gaps, gaps, strict=True)]
             if "log_row" in inputs:
                 mask = inputs["completion_mask"]
                 means = (weight * mask).sum(1) / mask.sum(1).clamp(min=1)
@@ -345,15 +345,15 @@ class A3POTrainer(GRPOTrainer):
             epsilon_high=self.epsilon_high,
         )
 
-    def _gap(self, policy_logps: torch.Tensor, inputs: dict[str, Any]) -> EngineGap:
-        return EngineGap.of_batch(
-            policy_logps,
-            inputs["sampling_per_token_logps"],
-            inputs["behavior_versions"],
-            inputs["completion_mask"],
-            version=self.state.global_step,
-            single_version=self.args.kv_on_publish == "keep",
-        )
+    def _gaps_of(self, policy_logps: torch.Tensor, inputs: dict[str, Any]) -> list[EngineGap]:
+        names = ("sampling_per_token_logps", "behavior_versions", "completion_mask")
+        tensors, version = (policy_logps, *(inputs[name] for name in names)), self.state.global_step
+        if self.args.kv_on_publish == "recompute":
+            return [EngineGap.of_batch(*tensors, version=version, single_version=False)]
+        return [
+            EngineGap.of_batch(*tensors, version=version, single_version=True),
+            EngineGap.of_kept_caches(*tensors, version=version),
+        ]
 
     # --- metrics ------------------------------------------------------------------------------------------------
 
@@ -386,9 +386,10 @@ class A3POTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and self._objective_stats is not None:
             stats, self._objective_stats = self._objective_stats, None
-            gap, self._engine_gap = self._engine_gap, None
-            for name, value in (stats.metrics() | gap.metrics()).items():
-                self._metrics["train"][name].append(value)
+            gaps, self._gaps = self._gaps, None
+            for tally in (stats, *gaps):
+                for name, value in tally.metrics().items():
+                    self._metrics["train"][name].append(value)
         super().log(logs, start_time)
 
 
