@@ -68,7 +68,7 @@ def survivor():
     survivor.engine.close()
 
 
-def test_requests_of_a_killed_worker_fail_once_with_the_reason(survivor):
+def test_requests_of_a_killed_worker_fail_once_with_the_reason_and_a_warning(survivor, caplog):
     requests = survivor.submitted(prompts(100))
     until(lambda: survivor.engine.stats().tokens > 0)
     pid = survivor.kill()
@@ -76,6 +76,7 @@ def test_requests_of_a_killed_worker_fail_once_with_the_reason(survivor):
     reasons = [event.reason for event in events if isinstance(event, GroupFailed)]
     assert reasons and all("SIGKILL" in reason for reason in reasons)
     assert is_buried(pid)
+    assert any("is started again, 1 of max_restarts=" in message for message in caplog.messages)
 
 
 def test_requests_and_weights_that_come_during_a_restart_are_served(survivor):

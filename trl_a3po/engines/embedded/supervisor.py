@@ -10,6 +10,7 @@ thread; `self._changed` guards the state and is notified of whatever a caller ma
 
 import contextlib
 import itertools
+import logging
 import os
 import selectors
 import threading
@@ -23,6 +24,8 @@ from trl_a3po.engines.embedded.process import WorkerProcess
 from trl_a3po.engines.embedded.staging import Staging
 from trl_a3po.engines.protocol import EngineEvent, EngineStats, GroupFailed, GroupRequest
 from trl_a3po.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 WORKER = "trl_a3po.engines.embedded.worker"
 _TICK = 0.2
@@ -312,6 +315,15 @@ class Supervisor:
             )
         else:
             self._stats.restarts += 1
+            logger.warning(
+                "The engine's worker ended (%s) and is started again, %d of max_restarts=%d; %d prompts in work are "
+                "lost. Its last line: %s",
+                end,
+                self._stats.restarts,
+                self._max_restarts,
+                len(lost),
+                last_line,
+            )
 
     def _fail(self, request_ids: set[int], reason: str) -> None:
         self._events.extend(GroupFailed(request_id, reason) for request_id in sorted(request_ids))
