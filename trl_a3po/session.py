@@ -177,9 +177,13 @@ class Session:
 
     def close(self) -> None:
         """Stop everything; idempotent."""
-        self.queue.close()
-        self.engine.close()
-        self._scorer.close()
+        try:
+            self.queue.close()
+        finally:
+            try:
+                self.engine.close()
+            finally:
+                self._scorer.close()
 
 
 def reward_functions(trainer) -> list[Callable[..., Any] | None]:

@@ -152,10 +152,10 @@ class A3POTrainer(GRPOTrainer):
 
     def close(self) -> None:
         """Stop generating and free the engine. Called at the end of `train`; idempotent."""
-        session, self._session, self._taken, self._resumed = self._session, None, None, None
-        self._last_take = None
-        if session is not None:
-            session.close()
+        self._taken, self._resumed, self._last_take = None, None, None
+        if self._session is not None:
+            self._session.close()  # again at the next call, if this one is interrupted
+            self._session = None
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
