@@ -59,11 +59,11 @@ def train(
     delays = random.Random(reward_seed)
     seen = []
 
-    def reward(completion_ids, **kwargs):
+    def reward(completion_ids, trainer_state, **kwargs):
         if reward_seed is not None:  # it notices another order
             time.sleep(delays.random() / 200)
             seen.append(len(completion_ids))
-        return [(sum(ids) + len(seen)) % 13 / 12 for ids in completion_ids]
+        return [(sum(ids) + len(seen) + 3 * trainer_state.global_step) % 13 / 12 for ids in completion_ids]
 
     args = A3POConfig(
         output_dir=str(folder),
@@ -124,8 +124,15 @@ def test_every_batch_is_sampled_by_exactly_the_policy_that_many_steps_before(tmp
     assert [index for _, _, indices, _ in trainer.takes for index in indices] == list(range(2 * len(trainer.takes)))
 
 
-def test_timing_changes_nothing(tmp_path, model_path):
-    runs = [train(tmp_path / str(seed), model_path, SlowEngine(seed), reward_seed=seed) for seed in range(3)]
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 4}
+
+
+@pytest.mark.parametrize("settings", [{}, EVALUATED, {"num_iterations": 2, "weight_sync_steps": 2, **EVALUATED}])
+def test_timing_changes_nothing(tmp_path, model_path, settings):
+    """Not even what a reward with a state sees, nor the trainer's state that it is told."""
+    runs = [
+        train(tmp_path / str(seed), model_path, SlowEngine(seed), reward_seed=seed, **settings) for seed in range(3)
+    ]
     for other in runs[1:]:
         assert other.takes == runs[0].takes
         assert timeless(other.state.log_history) == timeless(runs[0].state.log_history)
@@ -154,11 +161,14 @@ def test_evaluation_and_checkpoints_leave_the_run_as_it_is(tmp_path, model_path)
     ]
 
 
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, model_path):
-    whole = train(tmp_path / "whole", model_path, reward_seed=None)
-    train(tmp_path / "cut", model_path, reward_seed=None, save_strategy="steps", save_steps=3, stop_at=5)
-    resumed = train(tmp_path / "cut", model_path, reward_seed=None, resume=True)
-    assert resumed.takes == whole.takes[3:]
+@pytest.mark.parametrize("settings, taken_before", [({}, 3), ({"num_iterations": 2}, 2)])
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, model_path, settings, taken_before):
+    """With two iterations it goes on in the middle of a batch."""
+    settings = {"reward_seed": None, **settings}
+    whole = train(tmp_path / "whole", model_path, **settings)
+    train(tmp_path / "cut", model_path, save_strategy="steps", save_steps=3, stop_at=5, **settings)
+    resumed = train(tmp_path / "cut", model_path, resume=True, **settings)
+    assert resumed.takes == whole.takes[taken_before:]
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 

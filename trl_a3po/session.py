@@ -58,8 +58,10 @@ class Session:
         clock = take_clock(trainer)
         model = trainer.accelerator.unwrap_model(trainer.model)
         sampling = sampling_settings(args, trainer.generation_config)
-        self._scorer = build_scorer(trainer)
-        self._weight_sync_steps = args.weight_sync_steps
+        self._states = PublishedStates(trainer)
+        self._scorer = build_scorer(trainer, self._states)
+        # An evaluation publishes too, which must not put off the publish that a fixed lag counts on.
+        self._weight_sync_steps = args.weight_sync_steps if args.lag is None else 1
         self.evaluation_noise = EVALUATION_NOISE
         first_row = 0 if resumed is None else resumed.queue.first_row
         self.engine = build_engine(args, trainer.accelerator.device)
@@ -102,6 +104,7 @@ class Session:
                 self.queue.restore(resumed.queue, version)
                 self.published_version = resumed.publishes_counted_from
                 self.evaluation_noise = resumed.evaluation_noise or EVALUATION_NOISE
+            self._states.published(version)
             self.queue.start(version)
         except BaseException:
             self.close()
@@ -111,8 +114,7 @@ class Session:
         """Have the engine sample from `model`, the trainer's unwrapped policy, as `version`, unless it samples from
         one less than `weight_sync_steps` older."""
         if version - self.published_version >= self._weight_sync_steps:
-            self.queue.publish(self._collect(model, version, complete=False))
-            self.published_version = version
+            self._publish(model, version)
             if self._delivery is not None:
                 self._delivery.after_publish(model, version)
 
@@ -131,8 +133,7 @@ class Session:
             trainer.num_generations_eval,
         )
         if version != self.published_version:
-            self.queue.publish(self._collect(model, version, complete=False))
-            self.published_version = version
+            self._publish(model, version)
         chunks = [rows[start : start + size] for start in range(0, len(rows), size)]
         if any(row["prompt"] != chunk[0]["prompt"] for chunk in chunks for row in chunk) or len(chunks[-1]) != size:
             raise ValueError(
@@ -172,6 +173,11 @@ class Session:
         check.at_start(model, version)
         return check
 
+    def _publish(self, model: nn.Module, version: int) -> None:
+        self._states.published(version)
+        self.queue.publish(self._collect(model, version, complete=False))
+        self.published_version = version
+
     def _collect(self, model: nn.Module, version: int, *, complete: bool) -> WeightUpdate:
         return (collect_merged if self._merges else collect_weights)(model, version, complete=complete)
 
@@ -191,18 +197,38 @@ def reward_functions(trainer) -> list[Callable[..., Any] | None]:
     return [None if isinstance(func, nn.Module) else func for func in trainer.reward_funcs]
 
 
-def build_scorer(trainer) -> RewardScorer | RewardWorkers:
+class PublishedStates:
+    """group -> the trainer's state as its reward functions see it: the current one or, with a fixed lag, that at the
+    publish of the version the group was sampled from, which no timing changes."""
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        self._by_version: dict[int, TrainerState] = {}
+
+    def __call__(self, group: Group) -> TrainerState:
+        # A group saved by a run without a fixed lag has none of its own.
+        return state_snapshot(self._by_version.get(group.submitted_version, self._trainer.state))
+
+    def published(self, version: int) -> None:
+        """`version` is about to be published; main thread only."""
+        args = self._trainer.args
+        if args.lag is not None:
+            kept = {old: state for old, state in self._by_version.items() if version - old <= args.max_staleness}
+            self._by_version = kept | {version: state_snapshot(self._trainer.state)}
+
+
+def build_scorer(trainer, state: Callable[[Group], TrainerState]) -> RewardScorer | RewardWorkers:
     """What runs the trainer's reward functions: this process, or `reward_workers` others."""
     args, functions = trainer.args, reward_functions(trainer)
     decode = CompletionDecoder(trainer.processing_class)
     if not args.reward_workers or not any(functions):
-        return RewardScorer(functions, trainer.reward_func_names, decode, lambda: state_snapshot(trainer.state))
+        return RewardScorer(functions, trainer.reward_func_names, decode, state)
     return RewardWorkers(
         functions,
         trainer.reward_func_names,
         decode,
         # As a plain object: for its class, each worker would import transformers and torch.
-        lambda: SimpleNamespace(**vars(state_snapshot(trainer.state))),
+        lambda group: SimpleNamespace(**vars(state(group))),
         workers=args.reward_workers,
         timeout=args.reward_timeout,
         on_timeout=args.reward_on_timeout,

@@ -34,7 +34,7 @@ def completions(group):
 def started():
     pools = []
 
-    def start(*funcs, workers=1, decode=completions, state=lambda: "the state", **settings):
+    def start(*funcs, workers=1, decode=completions, state=lambda group: "the state", **settings):
         names = [f"reward{i}" for i in range(len(funcs))]
         pools.append(RewardWorkers(funcs, names, decode, state, workers=workers, **settings))
         pools[-1].start()
@@ -291,7 +291,7 @@ import os, signal, sys, time
 from tests.rollout.test_reward_workers import by_target, completions, group
 from trl_a3po.rollout.reward_workers import RewardWorkers
 
-workers = RewardWorkers([by_target([])], ["reward0"], completions, lambda: None, workers=2)
+workers = RewardWorkers([by_target([])], ["reward0"], completions, lambda group: None, workers=2)
 workers.start()
 print(*(worker.process.pid for worker in workers._idle), flush=True)
 if sys.argv[1] == "hang":

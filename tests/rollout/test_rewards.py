@@ -19,7 +19,9 @@ def group(size=3, **columns):
 
 def scorer(*funcs):
     names = [f"reward{i}" for i in range(len(funcs))]
-    return RewardScorer(funcs, names, lambda group: [f"c{r.token_ids}" for r in group.rollouts], lambda: "the state")
+    return RewardScorer(
+        funcs, names, lambda group: [f"c{r.token_ids}" for r in group.rollouts], lambda group: "the state"
+    )
 
 
 def test_a_reward_function_receives_what_grpo_trainer_passes():

@@ -161,9 +161,14 @@ class QueueCore:
     @property
     def settled(self) -> bool:
         """Everything that is to be sampled from the published version has been: with a `lag`, the next version may
-        be published, and a checkpoint cuts nothing off."""
+        be published."""
         waits_for_this_version = self.admission() in ("open", "prompts", "batch in the engine")
         return not self.sampling and not waits_for_this_version
+
+    @property
+    def scoring(self) -> bool:
+        """Some group waits for its reward."""
+        return self.count("waiting for its reward", "being scored") > 0
 
     def choice(self) -> Choice:
         """What the next take would hand out now."""
@@ -183,6 +188,11 @@ class QueueCore:
         """The engine samples from `version` now."""
         if version < self.published_version:
             raise ValueError(f"Version {version} was published after version {self.published_version}.")
+        if self.plan.lag is not None and self._first_version is not None and self.sampling:
+            raise ValueError(
+                f"Version {version} was published while groups of version {self.published_version} were being "
+                "sampled, which schedule='fixed_lag' does not allow: publish when `settled`."
+            )
         self.published_version = version
         if self._first_version is None:
             self._first_version = version
@@ -408,6 +418,11 @@ class QueueCore:
             raise StampError(
                 f"The engine stamped a token of prompt {item.prompt.index} (attempt {item.attempt}) with version "
                 f"{item.oldest}, but version {item.submitted_version} was published before it was submitted."
+            )
+        if self.plan.lag is not None and item.newest is not None and item.newest > item.submitted_version:
+            raise StampError(
+                f"The engine stamped a token of prompt {item.prompt.index} (attempt {item.attempt}) with version "
+                f"{item.newest}, but nothing newer than version {item.submitted_version} was published."
             )
         item.group = Group(item.prompt, event.rollouts, submitted_version=item.submitted_version, attempt=item.attempt)
         self._enter(item, "waiting for its reward")

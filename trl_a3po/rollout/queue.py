@@ -145,13 +145,14 @@ class GenerationQueue:
             self._core.restore(state, prompts, version)
 
     def state(self) -> QueueState:
-        """A snapshot to `restore` from; the queue goes on. With a `lag` it first waits for the batch in the engine.
+        """A snapshot to `restore` from; the queue goes on. With a `lag` it first waits for the batch in the engine and
+        its rewards, so that nothing is cut off.
 
         Raises:
             EngineError, RewardError, GenerationFailed, StampError: what stopped the background work.
             QueueClosed: the queue is closed.
         """
-        self._settle()
+        self._settle(scored=True)
         with self._changed:
             self._raise_if_over()
             return self._core.state()
@@ -208,8 +209,9 @@ class GenerationQueue:
     ) -> list[list[Rollout]]:
         """Rollouts of prompts beside the run's own, from the version published last: for evaluation. Main thread only.
 
-        They share the engine with the groups in flight and are not counted among the outcomes. Prompt number i draws
-        the noise of `first_noise_key + i`.
+        They share the engine with the groups in flight and are not counted among the outcomes; with a `lag` they have
+        it to themselves, after everything submitted so far is sampled and scored. Prompt number i draws the noise of
+        `first_noise_key + i`.
 
         Raises:
             StallError: `stall_timeout` seconds passed without an event.
@@ -219,6 +221,7 @@ class GenerationQueue:
         if not self._threads:
             raise RuntimeError("sample was called before start.")
         side = SideRequests(prompts, num_rollouts, first_noise_key, self._core.max_attempts)
+        self._settle(scored=True)
         with self._changed:
             self._raise_if_over()
             self._side, began = side, time.monotonic()
@@ -307,37 +310,34 @@ class GenerationQueue:
                 raise StallError(reason)
             if self._core.admission() == "prompts":
                 return None
-            quiet = time.monotonic() - max(began, self._last_progress)
-            if quiet >= self._stall_timeout:
-                raise StallError(stall_report(self.status(), quiet))
-            longest = self._stall_timeout - quiet
-            if self._score_timeout is not None:
-                scoring = self._core.scoring_seconds()
-                if scoring >= self._score_timeout:
-                    raise StallError(overdue_report(self.status(), scoring, self._score_timeout))
-                longest = min(longest, self._score_timeout - scoring)
-            self._changed.wait(longest)
+            self._wait_for_progress(began)
             return None
 
-    def _settle(self) -> None:
-        """With a `lag`, wait until all that is to be sampled from the published version has been."""
+    def _settle(self, *, scored: bool = False) -> None:
+        """With a `lag`, wait until all that is to be sampled from the published version has been, and `scored`."""
         began = time.monotonic()
         while self._core.plan.lag is not None:
             self._fill_prompts()
             with self._changed:
                 self._raise_if_over()
-                if self._core.settled:
+                if self._core.settled and not (scored and self._core.scoring):
                     return
                 if self._core.admission() != "prompts":
                     self._wait_for_progress(began)
 
     def _wait_for_progress(self, began: float) -> None:
-        """Wait for the next event, or raise when there has been none for too long since `began`; the caller holds the
-        lock."""
+        """Wait for the next event, or raise when there has been none for too long since `began`, or a score is
+        overdue; the caller holds the lock."""
         quiet = time.monotonic() - max(began, self._last_progress)
         if quiet >= self._stall_timeout:
             raise StallError(stall_report(self.status(), quiet))
-        self._changed.wait(self._stall_timeout - quiet)
+        longest = self._stall_timeout - quiet
+        if self._score_timeout is not None:
+            scoring = self._core.scoring_seconds()
+            if scoring >= self._score_timeout:
+                raise StallError(overdue_report(self.status(), scoring, self._score_timeout))
+            longest = min(longest, self._score_timeout - scoring)
+        self._changed.wait(longest)
 
     def _fill_prompts(self) -> None:
         with self._changed:
@@ -388,12 +388,9 @@ class GenerationQueue:
             self._engine.cancel(left)
 
     def _submissions(self) -> list[GroupRequest]:
-        """What to hand to the engine now. With a `lag`, prompts beside the run's own have the engine to themselves."""
-        if self._side is None:
-            return self._core.submissions()
-        if self._core.plan.lag is None:
-            return self._core.submissions() + self._side.submissions()
-        return self._core.submissions() if self._core.sampling else self._side.submissions()
+        """What to hand to the engine now: the run's own prompts first."""
+        beside = [] if self._side is None else self._side.submissions()
+        return self._core.submissions() + beside
 
     def _reward_loop(self) -> None:
         """Scores finished groups, the oldest first."""

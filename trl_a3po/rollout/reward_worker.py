@@ -73,7 +73,7 @@ class _Scorer:
         self._completions: list[Any] = []
         self._state: Any = None
         self._scorer = RewardScorer(
-            functions, names, lambda group: self._completions, lambda: self._state, on_column=on_column
+            functions, names, lambda group: self._completions, lambda group: self._state, on_column=on_column
         )
 
     def __call__(self, group: Group, completions: list[Any], state: Any) -> bytes:

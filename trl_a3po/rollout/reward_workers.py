@@ -44,7 +44,7 @@ class RewardWorkers:
             elsewhere and stays NaN.
         names: a name per function, for messages and outcomes.
         decode: group -> its completions, as text or as messages.
-        state: returns a snapshot of the trainer's state that can be pickled.
+        state: group -> the snapshot of the trainer's state that its reward functions get; it can be pickled.
         workers: processes.
         timeout: seconds the functions may take for one group, from when a worker is ready for it.
         on_timeout: reward of each completion where a function did not end; `None` rejects the group instead.
@@ -59,7 +59,7 @@ class RewardWorkers:
         funcs: Sequence[Callable[..., Any] | None],
         names: Sequence[str],
         decode: Callable[[Group], list[Any]],
-        state: Callable[[], Any],
+        state: Callable[[Group], Any],
         *,
         workers: int,
         timeout: float | None = None,
@@ -164,7 +164,7 @@ class RewardWorkers:
         with self._decoding:
             completions = self._decode(group)
         try:
-            return cloudpickle.dumps((group, completions, self._state()))
+            return cloudpickle.dumps((group, completions, self._state(group)))
         except Exception as error:
             raise RewardError(
                 f"Prompt {group.prompt.index} cannot be sent to a reward worker: {error!r}. Keep plain values in the "

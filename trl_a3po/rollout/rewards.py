@@ -26,7 +26,7 @@ class RewardScorer:
             elsewhere (a reward model): it stays NaN here.
         names: a name per function, for messages.
         decode: group -> its completions, as text or as messages.
-        state: returns a snapshot of the trainer's state.
+        state: group -> the snapshot of the trainer's state that its reward functions get.
         on_column: called with a column's number and its G rewards as soon as they are known; the `async def`
             functions' come together, after the others.
     """
@@ -36,7 +36,7 @@ class RewardScorer:
         funcs: Sequence[Callable[..., Any] | None],
         names: Sequence[str],
         decode: Callable[[Group], list[Any]],
-        state: Callable[[], Any],
+        state: Callable[[Group], Any],
         on_column: Callable[[int, list[float]], None] | None = None,
     ):
         self._funcs = list(funcs)
@@ -61,7 +61,7 @@ class RewardScorer:
             "prompts": [group.prompt.example["prompt"]] * size,
             "completions": self._decode(group),
             "completion_ids": [list(rollout.token_ids) for rollout in group.rollouts],
-            "trainer_state": self._state(),
+            "trainer_state": self._state(group),
             "log_extra": lambda column, values: extra_columns[column].extend(values),
             "log_metric": lambda name, value: score.metrics.append((name, float(value))),
         }

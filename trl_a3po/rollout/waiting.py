@@ -128,8 +128,14 @@ def starved(core: QueueCore) -> str | None:
 
     Only the main thread opens admission, so a take that lacks groups it may not submit waits for itself.
     """
-    if len(core.order) >= core.plan.groups_per_batch or core.admission() != "max_staleness":
+    if len(core.order) >= core.plan.groups_per_batch or core.admission() not in ("max_staleness", "lag"):
         return None
+    if core.plan.lag is not None:
+        return (
+            f"Take {core.next_take} needs groups of version {core.plan.lagged_version(core.next_take)} "
+            f"(schedule='fixed_lag'), but the published version is {core.published_version}: publish the weights of "
+            "every take before it."
+        )
     return (
         f"Take {core.next_take} happens at version {core.plan.version_of_take(core.next_take)}, but the published "
         f"version is {core.published_version} and max_staleness={core.plan.max_staleness}, so its groups may not be "
