@@ -52,7 +52,8 @@ class A3POConfig(GRPOConfig):
         schedule (`str`, *optional*, defaults to `"async"`):
             `"async"` generates ahead of training within `max_staleness`; `"sync"` generates each batch from the
             current policy and waits for it; `"fixed_lag"` samples every batch from the policy of exactly
-            `max_staleness` steps before, so that a run does not depend on timing.
+            `max_staleness` steps before, so that a run does not depend on timing; it publishes at every batch and
+            cannot replace a group.
         weight_sync_steps (`int`, *optional*, defaults to `1`):
             Optimizer steps between two publishes of the weights to the engine.
         max_attempts (`int`, *optional*, defaults to `3`):

@@ -27,6 +27,12 @@ def test_the_plan_names_batch_steps_bound_and_engine():
         assert words in plan, plan
 
 
+def test_the_plan_of_a_fixed_lag_promises_exactly_that():
+    plan = config(schedule="fixed_lag", max_staleness=3).plan()
+    assert "fixed_lag, exactly 3 optimizer steps stale" in plan
+    assert "at the start of every batch" in plan
+
+
 def test_the_cache_is_counted_as_the_model_allocates_it():
     model = AutoModelForCausalLM.from_config(tiny_config())
     cache = model(torch.tensor([[3, 4, 5]]), use_cache=True).past_key_values

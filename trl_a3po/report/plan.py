@@ -24,9 +24,11 @@ def config_plan(args: A3POConfig) -> str:
         "generation batch": f"{groups} prompts x {args.num_generations} completions (B = {groups})",
         "optimizer steps a batch": f"K = {steps}"
         + (f" ({args.num_iterations} iterations)" if args.num_iterations > 1 else ""),
-        "schedule": f"{args.schedule}, at most {bound} optimizer steps stale",
+        "schedule": f"{args.schedule}, {'at most' if args.lag is None else 'exactly'} {bound} optimizer steps stale",
         "generated ahead": f"up to {ahead} batches ({ahead * groups} prompts) besides the one in training",
-        "weights published": f"when {args.weight_sync_steps} optimizer steps old, at the start of a batch",
+        "weights published": "at the start of every batch"
+        if args.lag is not None
+        else f"when {args.weight_sync_steps} optimizer steps old, at the start of a batch",
         "objective": f"{args.objective}, {_objective_detail(args)}, loss_type {args.loss_type}",
         "engine": f"{engine}, {args.engine_slots or 'automatic'} slots, kv_on_publish {args.kv_on_publish}"
         + (", deterministic" if args.deterministic else ""),
