@@ -321,3 +321,12 @@ def test_weights_that_no_forward_reads_are_named_as_the_cause():
     model.register_parameter("idle", torch.nn.Parameter(torch.ones(3)))
     with pytest.raises(DeliveryError, match=r"No perturbation .* 0 with noise of 0.1"):
         check_of(stub(), model, update=collect_weights(policy(), 0, complete=True)).at_start(model, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_below_an_untrained_output_layer_is_checked_by_the_little_it_moves(dtype):
+    model = policy("lora", initializer_range=0.02)
+    start = check_of(stub(), model, spec=policy_spec(model, dtype)).at_start(model, 0)
+    assert 0.02 <= start.trainer_moved < 1
+    with pytest.raises(DeliveryError, match="but the engine's by 0"):
+        check_of(stub(SkipsAllAdapters), model, spec=policy_spec(model, dtype)).at_start(model, 0)
