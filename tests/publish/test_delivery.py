@@ -319,7 +319,7 @@ def test_weights_that_no_forward_reads_are_named_as_the_cause():
     model = policy()
     model.requires_grad_(False)
     model.register_parameter("idle", torch.nn.Parameter(torch.ones(3)))
-    with pytest.raises(DeliveryError, match=r"No perturbation .* 0 with noise of 0.1"):
+    with pytest.raises(DeliveryError, match=r"No perturbation .* 0 with noise of 0.07"):
         check_of(stub(), model, update=collect_weights(policy(), 0, complete=True)).at_start(model, 0)
 
 

@@ -27,14 +27,14 @@ from trl_a3po.errors import DeliveryError
 from trl_a3po.publish.perturb import known_logps, perturbed_weights, with_weights
 from trl_a3po.publish.policy import WeightUpdate
 
-NUM_TEXTS, PROMPT_TOKENS, COMPLETION_TOKENS = 3, 8, 6
+NUM_TEXTS, PROMPT_TOKENS, COMPLETION_TOKENS = 2, 8, 8
 SMALL_ERROR, LARGE_ERROR = 0.05, 0.2  # as parts of the trainer's movement
 ERROR_BY_GAP = 5
 DIFFERENT_BY = 3  # times the gap at start
 SMALLEST_GAP = 1e-4  # what rounding alone may come to
 USEFUL_MOVEMENT = 0.02  # what is used where no noise reaches LEAST_MOVEMENT
 LEAST_MOVEMENT, MOST_MOVEMENT = 1.0, 3.0  # mean |Δ log-prob| of the perturbation
-FIRST_STRENGTH, STRENGTHS = 0.1, 10
+FIRST_STRENGTH, STRENGTHS = 0.07, 10
 
 CAUSES = (
     "Likely causes: the adapter is not loaded, or only the weights beside it are; the publish was skipped or went to "
@@ -153,14 +153,14 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def between(too_weak: float, too_strong: float) -> float:
     """The next strength of a perturbation to try."""
     if too_weak == 0.0:
-        return too_strong / 4
-    return 4 * too_weak if too_strong == torch.inf else (too_weak * too_strong) ** 0.5
+        return too_strong / 3
+    return 3 * too_weak if too_strong == torch.inf else (too_weak * too_strong) ** 0.5
 
 
 class DeliveryCheck:
     """Checks one engine through a run. Main thread only.
 
-    Costs some five forwards over 3 short texts and two publishes at start, and two such forwards at every later check;
+    Costs some five forwards over 2 short texts and two publishes at start, and two such forwards at every later check;
     keeps log-probs of earlier versions, not their weights.
 
     Args:

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 _PATTERN = 65_537  # a prime, so that rows of a matrix do not repeat
 _HEAD = 3.0  # times more for the output layer, or layers before it drown what a stale copy of it would show
-_NOTHING, _INSTEAD = 1e-3, 1.5  # a weight of zeros, such as a LoRA B, is moved as if its root mean square were 1.5
+_NOTHING, _INSTEAD = 1e-3, 4.0  # a weight of zeros, such as a LoRA B, is moved as if its root mean square were 4
 
 
 def perturbed_weights(model: nn.Module, strength: float) -> dict[str, torch.Tensor]:
