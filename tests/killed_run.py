@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.runs import taken_groups
 from tests.tiny import VOCAB, save_tiny_model, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.rollout import checkpoint
@@ -36,12 +37,12 @@ class SlowEngine(StubEngine):
 class Traced(A3POTrainer):
     def _take(self):
         rows = super()._take()
-        stamps = [v for group in self._taken for rollout in group.rollouts for v in rollout.versions]
+        stamps = [v for group in taken_groups(self) for rollout in group.rollouts for v in rollout.versions]
         note(
             self.args.output_dir,
             take=self.state.global_step,
-            prompts=[group.prompt.index for group in self._taken],
-            rows=[group.prompt.example["target"] for group in self._taken],
+            prompts=[group.prompt.index for group in taken_groups(self)],
+            rows=[group.prompt.example["target"] for group in taken_groups(self)],
             oldest=min(stamps),
             newest=max(stamps),
         )

@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny import VOCAB, tiny_prompts
-from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po import A3POConfig, A3POTrainer, Group
 from trl_a3po.testing import StubEngine, scripted_completion
 
 GENERATIONS, LENGTH = 4, 8
@@ -143,3 +143,8 @@ def assert_trains_as_grpo(model, folder, *, stops: bool = False, ours: dict[str,
 
 def logged(trainer: GRPOTrainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def taken_groups(trainer: A3POTrainer) -> list[Group]:
+    """The groups of the batch that a trainer in one process has just taken."""
+    return [group for group, number in trainer._taken if number == 0]

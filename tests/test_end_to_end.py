@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from tests.runs import taken_groups
 from tests.tiny import save_tiny_model, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.testing import completion_logps
@@ -35,7 +36,7 @@ class RecordingTrainer(A3POTrainer):
 
     def _take(self):
         rows = super()._take()
-        self.groups += [(self.state.global_step, group) for group in self._taken]
+        self.groups += [(self.state.global_step, group) for group in taken_groups(self)]
         return rows
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from tests.runs import taken_groups
 from tests.tiny import VOCAB, save_tiny_model, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.rollout.endings import GenerationFailed
@@ -37,9 +38,11 @@ class Recorder(A3POTrainer):
 
     def _take(self):
         rows = super()._take()
-        stamps = {v for group in self._taken for rollout in group.rollouts for v in rollout.versions}
-        tokens = [rollout.token_ids for group in self._taken for rollout in group.rollouts]
-        self.takes.append((self.state.global_step, stamps, [group.prompt.index for group in self._taken], tokens))
+        stamps = {v for group in taken_groups(self) for rollout in group.rollouts for v in rollout.versions}
+        tokens = [rollout.token_ids for group in taken_groups(self) for rollout in group.rollouts]
+        self.takes.append(
+            (self.state.global_step, stamps, [group.prompt.index for group in taken_groups(self)], tokens)
+        )
         return rows
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.runs import taken_groups
 from tests.tiny import VOCAB, save_tiny_model, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.errors import CheckpointError
@@ -40,7 +41,7 @@ class Recorder(A3POTrainer):
 
     def _take(self):
         rows = super()._take()
-        self.takes.append((self.state.global_step, list(self._taken)))
+        self.takes.append((self.state.global_step, taken_groups(self)))
         return rows
 
 

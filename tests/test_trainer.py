@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from tests.runs import taken_groups
 from tests.tiny import VOCAB, save_tiny_model, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.errors import EngineError, RewardError
@@ -72,7 +73,7 @@ class Recorder(A3POTrainer):
 
     def _take(self):
         rows = super()._take()
-        self.takes.append((self.state.global_step, [r for group in self._taken for r in group.rollouts]))
+        self.takes.append((self.state.global_step, [r for group in taken_groups(self) for r in group.rollouts]))
         return rows
 
     def _compute_loss(self, model, inputs):

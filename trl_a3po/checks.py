@@ -40,8 +40,6 @@ def check_arguments(model: Any, reward_funcs: Any, args: A3POConfig, others: dic
     ):
         if others.get(name):
             raise ValueError(f"{name} is not supported in asynchronous generation yet: {instead}, or use GRPOTrainer.")
-    if args.world_size > 1:
-        raise ValueError(f"{args.world_size} processes were launched, but this version trains in one: launch one.")
     check_processing_class(others.get("processing_class"))
     if others.get("quantization_config") is not None or "quantization_config" in (args.model_init_kwargs or {}):
         raise ValueError(

@@ -24,3 +24,7 @@ class StallError(A3POError):
 
 class CheckpointError(A3POError):
     """A checkpoint could not be written. Those written before it are still valid."""
+
+
+class TeamError(A3POError):
+    """Another process of the run died, or stopped answering."""

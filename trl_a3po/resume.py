@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerState
 
+from trl_a3po.distributed.team import Team
 from trl_a3po.errors import A3POError, CheckpointError
 from trl_a3po.rollout import checkpoint
 from trl_a3po.rollout.outcomes import Outcomes
@@ -51,16 +52,18 @@ class RunState:
 
 
 @contextmanager
-def written_whole(folder: Path, policy_version: int) -> Iterator[None]:
-    """Inside, `folder` is being written and not valid; afterwards it is complete and says so.
+def written_whole(team: Team, folder: Path, policy_version: int) -> Iterator[None]:
+    """Inside, `folder` is being written, by every process of the run, and not valid; afterwards it is complete and
+    says so.
 
     Raises:
         CheckpointError: something could not be written.
     """
     try:
-        checkpoint.begin(folder)
+        team.lead(lambda: checkpoint.begin(folder))
         yield
-        checkpoint.complete(folder, policy_version)
+        team.barrier()
+        team.lead(lambda: checkpoint.complete(folder, policy_version))
     except A3POError:
         raise
     except (OSError, RuntimeError, SafetensorError, TypeError) as error:
@@ -81,14 +84,12 @@ def rotation_held(args: TrainingArguments) -> Iterator[None]:
 
 
 def save_run(trainer, folder: Path) -> None:
-    """Write the state of the trainer's run into `folder`."""
-    session, micro_steps = trainer._session, trainer._step
-    values, tensors = encode_state(session.queue.state())
-    slices = _slices_left(trainer)
-    checkpoint.write_tensors(folder / checkpoint.GROUPS, tensors)
+    """Write the state of the trainer's run into `folder`: the queue by the main process, the slices of the batch in
+    use by each process its own."""
+    team, slices = trainer._team, _slices_left(trainer)
     if slices is not None:
         checkpoint.write_tensors(
-            folder / checkpoint.BATCH,
+            folder / checkpoint.batch_file(team.rank),
             {
                 f"{number}/{name}": value.detach().clone()
                 for number, part in enumerate(slices)
@@ -96,12 +97,20 @@ def save_run(trainer, folder: Path) -> None:
                 if value is not None
             },
         )
+    team.lead(lambda: _save_queue(trainer, folder, slices))
+
+
+def _save_queue(trainer, folder: Path, slices: list[dict[str, Any] | None] | None) -> None:
+    session = trainer._session
+    values, tensors = encode_state(session.queue.state())
+    checkpoint.write_tensors(folder / checkpoint.GROUPS, tensors)
     checkpoint.write_json(
         folder / checkpoint.STATE,
         {
             "format": checkpoint.FORMAT,
             "policy_version": trainer.state.global_step,
-            "micro_steps": micro_steps,
+            "micro_steps": trainer._step,
+            "processes": trainer._team.size,
             "evaluation_noise": session.evaluation_noise,
             "publishes_counted_from": session.published_version,
             "settings": settings(trainer),
@@ -199,7 +208,14 @@ def load_run(trainer, folder: Path) -> RunState:
         logs=values["logs"],
     )
     if values["slices"] is not None:
-        tensors = checkpoint.read_tensors(folder / checkpoint.BATCH)
+        team = trainer._team
+        if values["processes"] != team.size:
+            raise ValueError(
+                f"{folder} was saved inside a generation batch that {values['processes']} processes shared, and "
+                f"{team.size} cannot go on with it: launch {values['processes']} processes, or resume from a step at "
+                "which a new batch begins."
+            )
+        tensors = checkpoint.read_tensors(folder / checkpoint.batch_file(team.rank))
         run.slices = [
             None if names is None else {name: tensors.get(f"{number}/{name}") for name in names}
             for number, names in enumerate(values["slices"])

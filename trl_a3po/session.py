@@ -25,10 +25,11 @@ from trl_a3po.checks import check_prompt, check_prompt_ids, groups_per_batch
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.embedded.engine import TransformersEngine
 from trl_a3po.engines.protocol import Engine, SamplingSettings
-from trl_a3po.publish.collect import collect_weights, policy_spec
-from trl_a3po.publish.delivery import NUM_TEXTS, DeliveryCheck, KnownTokens
-from trl_a3po.publish.merged import collect_merged, merged_spec
-from trl_a3po.publish.policy import WeightUpdate
+from trl_a3po.publish.collect import policy_parts, policy_spec
+from trl_a3po.publish.delivery import NUM_TEXTS, DeliveryCheck, KnownTokens, Policy
+from trl_a3po.publish.merged import merged_parts, merged_spec
+from trl_a3po.publish.partitioned import PartitionedPolicy
+from trl_a3po.publish.perturb import WholePolicy
 from trl_a3po.resume import RunState
 from trl_a3po.rollout.group_filter import GroupFilter
 from trl_a3po.rollout.prompts import PromptStream
@@ -50,14 +51,16 @@ class Session:
 
     Args:
         trainer: about to train its next micro-step.
+        policy: its policy (`trained_policy`).
         resumed: the state to go on from.
     """
 
-    def __init__(self, trainer, resumed: RunState | None = None):
+    def __init__(self, trainer, policy: Policy, resumed: RunState | None = None):
         args, version = trainer.args, trainer.state.global_step
         clock = take_clock(trainer)
         model = trainer.accelerator.unwrap_model(trainer.model)
         sampling = sampling_settings(args, trainer.generation_config)
+        self._policy = policy
         self._states = PublishedStates(trainer)
         self._scorer = build_scorer(trainer, self._states)
         # An evaluation publishes too, which must not put off the publish that a fixed lag counts on.
@@ -90,14 +93,14 @@ class Session:
             score_threads=max(1, args.reward_workers),
             score_timeout=None if isinstance(self._scorer, RewardWorkers) else args.reward_timeout,
             interrupt_score=self._scorer.close if isinstance(self._scorer, RewardWorkers) else None,
+            while_waiting=trainer._team.keep_waiting,
         )
         try:
-            self._merges = args.lora_sync == "merged" and isinstance(model, PeftModel)
             dtype = engine_dtype(args, model, trainer.accelerator.mixed_precision)
-            spec = (merged_spec if self._merges else policy_spec)(model, dtype)
-            self.engine.start(spec, sampling, self._collect(model, version, complete=True))
+            spec = (merged_spec if merges(args, model) else policy_spec)(model, dtype)
+            self.engine.start(spec, sampling, policy.update(version, complete=True))
             self.published_version = version
-            self._delivery = self._check_delivery(trainer, model, version) if args.delivery_check_steps else None
+            self._delivery = self._check_delivery(trainer, version) if args.delivery_check_steps else None
             if isinstance(self._scorer, RewardWorkers):
                 self._scorer.start()
             if resumed is not None:
@@ -110,13 +113,13 @@ class Session:
             self.close()
             raise
 
-    def publish_if_due(self, model: nn.Module, version: int) -> None:
-        """Have the engine sample from `model`, the trainer's unwrapped policy, as `version`, unless it samples from
-        one less than `weight_sync_steps` older."""
+    def publish_if_due(self, version: int) -> None:
+        """Have the engine sample from the policy as `version`, unless it samples from one less than
+        `weight_sync_steps` older."""
         if version - self.published_version >= self._weight_sync_steps:
-            self._publish(model, version)
+            self._publish(version)
             if self._delivery is not None:
-                self._delivery.after_publish(model, version)
+                self._delivery.after_publish(version)
 
     def evaluate(self, trainer, rows: list[dict[str, Any]]) -> list[Group]:
         """Sample and score an evaluation batch from the current policy, while training rollouts go on.
@@ -127,13 +130,9 @@ class Session:
         Raises:
             ValueError: the batch does not hold whole groups.
         """
-        model, version, size = (
-            trainer.accelerator.unwrap_model(trainer.model),
-            trainer.state.global_step,
-            trainer.num_generations_eval,
-        )
+        version, size = trainer.state.global_step, trainer.num_generations_eval
         if version != self.published_version:
-            self._publish(model, version)
+            self._publish(version)
         chunks = [rows[start : start + size] for start in range(0, len(rows), size)]
         if any(row["prompt"] != chunk[0]["prompt"] for chunk in chunks for row in chunk) or len(chunks[-1]) != size:
             raise ValueError(
@@ -159,27 +158,24 @@ class Session:
         """What the delivery checks since the last call found between engine and trainer: mean |Δ log-prob|."""
         return [] if self._delivery is None else self._delivery.measured()
 
-    def _check_delivery(self, trainer, model: nn.Module, version: int) -> DeliveryCheck:
+    def _check_delivery(self, trainer, version: int) -> DeliveryCheck:
         args = trainer.args
         prompts = [tokenize_prompt(trainer, row) for row in itertools.islice(trainer.train_dataset, NUM_TEXTS)]
         check = DeliveryCheck(
             self.engine,
+            self._policy,
             KnownTokens.after(prompts, args.max_completion_length),
             temperature=args.temperature,
-            collect=lambda policy, version: self._collect(policy, version, complete=False),
             every=args.delivery_check_steps,
             timeout=args.stall_timeout,
         )
-        check.at_start(model, version)
+        check.at_start(version)
         return check
 
-    def _publish(self, model: nn.Module, version: int) -> None:
+    def _publish(self, version: int) -> None:
         self._states.published(version)
-        self.queue.publish(self._collect(model, version, complete=False))
+        self.queue.publish(self._policy.update(version))
         self.published_version = version
-
-    def _collect(self, model: nn.Module, version: int, *, complete: bool) -> WeightUpdate:
-        return (collect_merged if self._merges else collect_weights)(model, version, complete=complete)
 
     def close(self) -> None:
         """Stop everything; idempotent."""
@@ -190,6 +186,20 @@ class Session:
                 self.engine.close()
             finally:
                 self._scorer.close()
+
+
+def merges(args: A3POConfig, model: nn.Module) -> bool:
+    """Whether the engine is sent the model with its adapter folded in."""
+    return args.lora_sync == "merged" and isinstance(model, PeftModel)
+
+
+def trained_policy(trainer) -> WholePolicy | PartitionedPolicy:
+    """The trainer's policy as a session publishes and checks it. Made by every process, at the same place."""
+    model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
+    parts = merged_parts if merges(trainer.args, model) else policy_parts
+    if trainer.is_deepspeed_enabled and accelerator.state.deepspeed_plugin.zero_stage == 3:
+        return PartitionedPolicy(trainer._team, model, parts(model), accelerator.device)
+    return WholePolicy(model, parts)
 
 
 def reward_functions(trainer) -> list[Callable[..., Any] | None]:

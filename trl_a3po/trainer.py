@@ -12,6 +12,9 @@ Guarantees: rewards, advantages, losses, normalisers, KL, entropy terms and logg
 the policy except for `proximal_method="recompute"`; no maths and no threads here.
 """
 
+import functools
+import itertools
+import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +42,9 @@ from trl_a3po.checks import (
     groups_per_batch,
 )
 from trl_a3po.config import A3POConfig
+from trl_a3po.distributed.dealing import Row, dealt_rows, share_of
+from trl_a3po.distributed.team import Team
+from trl_a3po.distributed.watch import Watch
 from trl_a3po.objectives import token_staleness
 from trl_a3po.publish.collect import base_model
 from trl_a3po.report.engine_gap import EngineGap
@@ -46,8 +52,15 @@ from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.report.plan import trainer_plan
 from trl_a3po.resume import RunState, begin_run, choose_checkpoint, load_run, rotation_held, save_run, written_whole
 from trl_a3po.rollout.group_filter import OnGroup
-from trl_a3po.rollout.records import Group
-from trl_a3po.session import Session, engine_dtype, engine_slots, reward_functions, sampling_settings
+from trl_a3po.rollout.records import Group, Rollout
+from trl_a3po.session import (
+    Session,
+    engine_dtype,
+    engine_slots,
+    reward_functions,
+    sampling_settings,
+    trained_policy,
+)
 
 check_trl_hooks(GRPOTrainer)
 
@@ -108,11 +121,14 @@ class A3POTrainer(GRPOTrainer):
         check_policy(args, self.accelerator.unwrap_model(self.model), sampling_settings(args, self.generation_config))
         check_reward_functions(args, reward_functions(self), self.reward_func_names)
         self.on_group = on_group
-        self._session: Session | None = None
+        self._team = Team(patience=args.ddp_timeout + args.stall_timeout)
+        self._running = False
+        self._session: Session | None = None  # of the main process
         self._last_take: tuple[float, float] | None = None
         self._resumed: RunState | None = None
         self._holds_push = False
-        self._taken: list[Group] | None = None
+        self._taken: list[Row] | None = None
+        self._row_weights: dict[int, float] = {}
         self._loss_inputs: dict[str, Any] | None = None
         self._objective_stats: Any | None = None
         self._gaps: list[EngineGap] | None = None
@@ -128,17 +144,18 @@ class A3POTrainer(GRPOTrainer):
         folder = choose_checkpoint(resume_from_checkpoint, self.args.output_dir) if resume_from_checkpoint else None
         self._resumed = load_run(self, folder) if folder else None
         begin_run(self, self._resumed)
-        try:
-            return super().train(str(folder) if folder else None, *args, **kwargs)
-        finally:
-            self.close()
+        with Watch(self._team, free=self.close):
+            try:
+                return super().train(str(folder) if folder else None, *args, **kwargs)
+            finally:
+                self.close()
 
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step >= self.state.max_steps:  # resumed at its end: Trainer would train one more step
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
-        if self._session is None and self._resumed is None:  # Trainer would end such a run with a warning
+        if not self._running and self._resumed is None:  # Trainer would end such a run with a warning
             raise ValueError(
                 f"train_dataset holds fewer than the {groups_per_batch(self.args)} prompts of one generation batch: "
                 "give it more rows, or set a smaller generation_batch_size."
@@ -152,7 +169,7 @@ class A3POTrainer(GRPOTrainer):
 
     def close(self) -> None:
         """Stop generating and free the engine. Called at the end of `train`; idempotent."""
-        self._taken, self._resumed, self._last_take = None, None, None
+        self._running, self._taken, self._resumed, self._last_take = False, None, None, None
         if self._session is not None:
             self._session.close()  # again at the next call, if this one is interrupted
             self._session = None
@@ -160,20 +177,23 @@ class A3POTrainer(GRPOTrainer):
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model, trial):
-        if self._session is None:  # outside of training there is no queue to save
+        if not self._running:  # outside of training there is no queue to save
             super()._save_checkpoint(model, trial)
             return
         version, run_dir = self.state.global_step, self._get_output_dir(trial=trial)
         folder = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{version}"
-        with written_whole(folder, version):
+        self._show_row_weights()
+        with written_whole(self._team, folder, version):
             save_run(self, folder)
             with rotation_held(self.args), self._push_held():
                 super()._save_checkpoint(model, trial)
-            torch.save(self.args, folder / TRAINING_ARGS_NAME)  # again, with its save_total_limit
+            if self.args.should_save:
+                torch.save(self.args, folder / TRAINING_ARGS_NAME)  # again, with its save_total_limit
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
-        best = self.state.best_model_checkpoint
-        rotate_checkpoints(run_dir, self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(run_dir, self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
 
     @contextmanager
     def _push_held(self) -> Iterator[None]:
@@ -198,42 +218,64 @@ class A3POTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch):
         if self.model.training:
-            if self._session is None:
+            if not self._running:
                 with self._timed("a3po/time/engine_start"):
-                    self._session = Session(self, self._resumed)
+                    self._start_session()
             if self._starts_generation_batch():
                 generation_batch = self._take()
-        elif self._session is not None:
-            self._taken = self._session.evaluate(self, generation_batch)
+        elif self._running:
+            self._sample_evaluation(generation_batch)
         return super()._prepare_inputs(generation_batch)
+
+    def _start_session(self) -> None:
+        policy = trained_policy(self)
+
+        def start():
+            self._session = Session(self, policy, self._resumed)
+
+        self._running = True
+        self._team.lead(start)
 
     def _starts_generation_batch(self) -> bool:
         generate_every = self.args.steps_per_generation * self.num_iterations
         return self._step % generate_every == 0 or self._buffered_inputs is None
 
     def _take(self) -> list[dict[str, Any]]:
-        """Publish, then take a batch: its rows, one per rollout, stand in for the dataloader's."""
+        """Publish, then take a batch: this process's rows, one per rollout, stand in for the dataloader's."""
         version = self.state.global_step
         with self._timed("a3po/time/publish"):
-            self._session.publish_if_due(self.accelerator.unwrap_model(self.model), version)
+            self._team.lead(lambda: self._session.publish_if_due(version))
         with self._timed("a3po/time/wait"):
-            self._taken = self._session.queue.take(version)
-        self._log_take()
-        self._last_take = time.perf_counter(), self._session.queue.status().blocked_seconds
-        return [dict(group.prompt.example) for group in self._taken for _ in group.rollouts]
+            groups = self._team.lead(lambda: self._checked(self._session.queue.take(version)))
+        if self._team.is_main:
+            self._log_take(groups)
+            self._last_take = time.perf_counter(), self._session.queue.status().blocked_seconds
+        hidden_size = self.model.config.get_text_config().hidden_size
+        rows = dealt_rows(groups, self._team.size, hidden_size)
+        self._taken = share_of(rows, self._team.rank, self._team.size)
+        self._row_weights = {}
+        return [dict(group.prompt.example) for group, _ in self._taken]
+
+    def _sample_evaluation(self, rows: list[dict[str, Any]]) -> None:
+        """Have this process's share of an evaluation batch sampled with the others'."""
+        gathered = self._team.gather(rows)
+        groups = self._team.lead(lambda: self._checked(self._session.evaluate(self, list(itertools.chain(*gathered)))))
+        sampled = [(group, number) for group in groups for number in range(len(group.rollouts))]
+        self._taken = share_of(sampled, self._team.rank, self._team.size)
+
+    def _checked(self, groups: list[Group]) -> list[Group]:
+        check_completions(groups, self.max_completion_length, self.model.config.get_text_config().vocab_size)
+        return groups
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self._taken is None:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        expected = [group.prompt.token_ids for group in self._taken for _ in group.rollouts]
-        if [list(ids) for ids in prompt_ids] != expected:
+        if [list(ids) for ids in prompt_ids] != [group.prompt.token_ids for group, _ in self._taken]:
             raise RuntimeError(
                 "The prompts of the batch tokenise differently now than when they were submitted to the engine: the "
                 "tokenizer or chat template must not change during training."
             )
-        vocab_size = self.model.config.get_text_config().vocab_size
-        check_completions(self._taken, self.max_completion_length, vocab_size)
-        rollouts = [rollout for group in self._taken for rollout in group.rollouts]
+        rollouts = taken_rollouts(self._taken)
         return [list(rollout.token_ids) for rollout in rollouts], [list(rollout.logps) for rollout in rollouts]
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
@@ -259,11 +301,12 @@ class A3POTrainer(GRPOTrainer):
         with self._old_logps_only_if(self.args.proximal_method == "recompute"):
             batch = super()._generate_and_score_completions(inputs)
         versions = torch.full(batch["completion_ids"].shape, -1, dtype=torch.int32)
-        for row, rollout in enumerate(rollout for group in self._taken for rollout in group.rollouts):
+        for row, rollout in enumerate(taken_rollouts(self._taken)):
             versions[row, : len(rollout.versions)] = torch.tensor(rollout.versions, dtype=torch.int32)
         self._taken = None
         if self.log_completions and self.model.training:
-            batch["log_row"] = torch.arange(len(versions), device=batch["completion_ids"].device)
+            first = self._team.rank * len(versions)
+            batch["log_row"] = torch.arange(first, first + len(versions), device=batch["completion_ids"].device)
         batch["behavior_versions"] = versions.to(batch["completion_ids"].device)
         batch["staleness"] = token_staleness(batch["behavior_versions"], self.state.global_step)
         return batch
@@ -313,8 +356,7 @@ class A3POTrainer(GRPOTrainer):
             if "log_row" in inputs:
                 mask = inputs["completion_mask"]
                 means = (weight * mask).sum(1) / mask.sum(1).clamp(min=1)
-                for row, mean in zip(inputs["log_row"].tolist(), means.tolist(), strict=True):
-                    self._logs["extra"]["w"][row] = mean
+                self._row_weights.update(zip(inputs["log_row"].tolist(), means.tolist(), strict=True))
         return outputs
 
     def _objective(self, policy_logps: torch.Tensor, inputs: dict[str, Any]):
@@ -363,14 +405,14 @@ class A3POTrainer(GRPOTrainer):
         yield
         self._metrics["train"][name].append(time.perf_counter() - started)
 
-    def _log_take(self) -> None:
+    def _log_take(self, groups: list[Group]) -> None:
         metrics = self._metrics["train"]
         status, engine = self._session.queue.status(), self._session.engine.stats()
         if self._last_take is not None:
             taken_at, blocked_before = self._last_take
             metrics["a3po/time/idle_share"].append(metrics["a3po/time/wait"][-1] / (time.perf_counter() - taken_at))
             metrics["a3po/time/blocked"].append(status.blocked_seconds - blocked_before)
-        metrics["a3po/time/reward"].append(sum(group.score.seconds for group in self._taken))
+        metrics["a3po/time/reward"].append(sum(group.score.seconds for group in groups))
         metrics["a3po/queue/ready"].append(float(status.ready))
         metrics["a3po/queue/outstanding"].append(float(status.outstanding))
         metrics["a3po/engine/tokens_per_second"].append(engine.tokens / max(engine.busy_seconds, 1e-9))
@@ -385,33 +427,52 @@ class A3POTrainer(GRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and self._objective_stats is not None:
-            stats, self._objective_stats = self._objective_stats, None
-            gaps, self._gaps = self._gaps, None
-            for tally in (stats, *gaps):
-                for name, value in tally.metrics().items():
+            tallies = [tally.cpu() for tally in (self._objective_stats, *self._gaps)]
+            self._objective_stats, self._gaps = None, None
+            every = self._team.gather(tallies)
+            for of_processes in zip(*every, strict=True) if every else ():
+                for name, value in functools.reduce(operator.add, of_processes).metrics().items():
                     self._metrics["train"][name].append(value)
+            self._show_row_weights()
         super().log(logs, start_time)
 
+    def _show_row_weights(self) -> None:
+        """Fill the column `w` of the completions table, whose rows are those of all processes."""
+        if self.log_completions and self._logs["extra"]["w"]:
+            for weights in self._team.gather(self._row_weights) or ():
+                for row, weight in weights.items():
+                    self._logs["extra"]["w"][row] = weight
 
-def replayed_rewards(groups: list[Group], column: int) -> Callable[..., list[float]]:
-    """A reward function that returns what one of the user's functions has already returned for these groups."""
-    rewards = [row[column] for group in groups for row in group.score.rewards]
+
+def taken_rollouts(rows: list[Row]) -> list[Rollout]:
+    return [group.rollouts[number] for group, number in rows]
+
+
+def replayed_rewards(rows: list[Row], column: int) -> Callable[..., list[float]]:
+    """A reward function that returns what one of the user's functions has already returned for these rows."""
+    rewards = [group.score.rewards[number][column] for group, number in rows]
     return lambda **kwargs: rewards
 
 
-def replay_logs(groups: list[Group], log_extra: Callable, log_metric: Callable) -> None:
-    """Pass on what reward functions recorded, in row order; rows without a value for a column get `None`."""
-    for column in sorted({column for group in groups for column in group.score.extra_columns}):
-        for group in groups:
-            log_extra(column, group.score.extra_columns.get(column, [None] * len(group.rollouts)))
-    for group in groups:
-        for name, value in group.score.metrics:
+def replay_logs(rows: list[Row], log_extra: Callable, log_metric: Callable) -> None:
+    """Pass on what reward functions recorded, in row order; rows without a value for a column get `None`. What was
+    recorded once for a group is passed on with its first rollout."""
+    for column in sorted({column for group, _ in rows for column in group.score.extra_columns}):
+        log_extra(
+            column,
+            [
+                group.score.extra_columns[column][number] if column in group.score.extra_columns else None
+                for group, number in rows
+            ],
+        )
+    for group, number in rows:
+        for name, value in group.score.metrics if number == 0 else ():
             log_metric(name, value)
 
 
-def completion_columns(groups: list[Group], version: int) -> dict[str, list]:
+def completion_columns(rows: list[Row], version: int) -> dict[str, list]:
     """Columns of the completions table, one value per rollout; `w`, the mean weight, is known after the loss."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts = taken_rollouts(rows)
     return {
         "versions": [f"{min(r.versions)}-{max(r.versions)}" for r in rollouts],
         "staleness": [version - sum(r.versions) / len(r.versions) for r in rollouts],

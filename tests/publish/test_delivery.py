@@ -11,10 +11,10 @@ from tests.tiny import VOCAB, tiny_config
 from trl_a3po.engines.embedded.engine import TransformersEngine
 from trl_a3po.engines.protocol import SamplingSettings
 from trl_a3po.errors import DeliveryError
-from trl_a3po.publish.collect import collect_weights, policy_spec
+from trl_a3po.publish.collect import collect_weights, policy_parts, policy_spec
 from trl_a3po.publish.delivery import DeliveryCheck, KnownTokens, Start, later_fault
-from trl_a3po.publish.merged import collect_merged, merged_spec
-from trl_a3po.publish.perturb import known_logps, perturbed_weights, with_weights
+from trl_a3po.publish.merged import collect_merged, merged_parts, merged_spec
+from trl_a3po.publish.perturb import WholePolicy, known_logps, perturbed_weights, with_weights
 from trl_a3po.publish.policy import WeightUpdate
 from trl_a3po.publish.replica import load_update
 from trl_a3po.testing import StubEngine, completion_logps, scripted_completion
@@ -30,18 +30,14 @@ def policy(kind: str = "full", **changes):
     return model.train()
 
 
-def changing(model, version):
-    return collect_weights(model, version, complete=False)
-
-
-def check_of(engine, model, *, version: int = 0, spec=None, update=None, collect=changing, every: int = 10):
+def check_of(engine, model, *, version: int = 0, spec=None, update=None, parts=policy_parts, every: int = 10):
     """A check of `engine`, which is started with the weights of `model`."""
     sampling = SamplingSettings(max_new_tokens=16)
     engine.start(
         spec or policy_spec(model, torch.float32), sampling, update or collect_weights(model, version, complete=True)
     )
     known = KnownTokens.after(PROMPTS, 16)
-    return DeliveryCheck(engine, known, temperature=1.0, collect=collect, every=every, timeout=60.0)
+    return DeliveryCheck(engine, WholePolicy(model, parts), known, temperature=1.0, every=every, timeout=60.0)
 
 
 def stub(engine_class=StubEngine, *arguments):
@@ -136,7 +132,7 @@ def test_a_faulty_engine_is_caught_at_start(engine, kind, message):
     model = policy(kind, tie_word_embeddings=kind == "tied")
     check = check_of(engine, model)
     with pytest.raises(DeliveryError, match=message):
-        check.at_start(model, 0)
+        check.at_start(0)
 
 
 def test_an_adapter_that_is_loaded_in_part_is_caught():
@@ -147,7 +143,7 @@ def test_an_adapter_that_is_loaded_in_part_is_caught():
 
     model = policy("lora")
     with pytest.raises(DeliveryError, match="by 0"):
-        check_of(stub(LoadsOnlyA), model).at_start(model, 0)
+        check_of(stub(LoadsOnlyA), model).at_start(0)
 
 
 class StopsFollowing(StubEngine):
@@ -165,12 +161,12 @@ class StopsFollowing(StubEngine):
 def test_an_engine_that_stops_following_is_caught_within_two_checks(kind):
     model, engine = policy(kind), stub(StopsFollowing)
     check = check_of(engine, model, every=2)
-    check.at_start(model, 0)
+    check.at_start(0)
     with pytest.raises(DeliveryError, match=r"Version [468] was published, but .* closer to version [024]:"):
         for version in range(1, 9):
             step(model, 0.01)
-            engine.publish(changing(model, version))
-            check.after_publish(model, version)
+            engine.publish(collect_weights(model, version, complete=False))
+            check.after_publish(version)
 
 
 # --- engines that do not ------------------------------------------------------------------------------------------
@@ -180,12 +176,12 @@ def test_an_engine_that_stops_following_is_caught_within_two_checks(kind):
 def test_a_good_engine_passes_and_its_gap_is_small(kind):
     model, engine = policy(kind, tie_word_embeddings=kind == "tied"), stub()
     check = check_of(engine, model, every=2)
-    start = check.at_start(model, 0)
+    start = check.at_start(0)
     assert start.trainer_moved >= 1 and start.error < 1e-4 and start.left == 0
     for version in range(1, 9):
         step(model)
-        engine.publish(changing(model, version))
-        check.after_publish(model, version)
+        engine.publish(collect_weights(model, version, complete=False))
+        check.after_publish(version)
     gaps = check.measured()
     assert len(gaps) == 1 + 4 and max(gaps) < 1e-4 and check.measured() == []
 
@@ -198,7 +194,7 @@ def test_afterwards_the_engine_holds_the_true_weights_and_the_policy_is_untouche
     model.add_module("frozen_dropout", dropout)  # its mode is not the model's
     noise = torch.random.get_rng_state()
     objects = {name: id(parameter) for name, parameter in model.named_parameters()}
-    check_of(engine, model).at_start(model, 0)
+    check_of(engine, model).at_start(0)
     assert torch.equal(torch.random.get_rng_state(), noise)
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == objects
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -210,18 +206,15 @@ def test_afterwards_the_engine_holds_the_true_weights_and_the_policy_is_untouche
 def test_merged_adapters_are_checked_as_the_plain_model_that_is_served():
     model, engine = policy("lora"), stub()
 
-    def collect(model, version):
-        return collect_merged(model, version, complete=False)
-
-    options = {"spec": merged_spec(model, torch.float32), "update": collect_merged(model, 0), "collect": collect}
-    start = check_of(engine, model, **options).at_start(model, 0)
+    options = {"spec": merged_spec(model, torch.float32), "update": collect_merged(model, 0), "parts": merged_parts}
+    start = check_of(engine, model, **options).at_start(0)
     assert start.trainer_moved >= 1 and start.error < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_engine_of_a_coarser_dtype_passes(dtype):
     model, engine = policy(), stub()
-    start = check_of(engine, model, spec=policy_spec(model, dtype)).at_start(model, 0)
+    start = check_of(engine, model, spec=policy_spec(model, dtype)).at_start(0)
     assert 1e-4 < start.gap < 0.1 and start.error < 0.1 * start.trainer_moved
 
 
@@ -231,10 +224,10 @@ def test_the_transformers_engine_passes(kind):
     engine = TransformersEngine(slots=2, threads=1, start_timeout=60.0)
     try:
         check = check_of(engine, model, every=1)
-        assert check.at_start(model, 0).error < 1e-4
+        assert check.at_start(0).error < 1e-4
         step(model)
-        engine.publish(changing(model, 1))
-        check.after_publish(model, 1)
+        engine.publish(collect_weights(model, 1, complete=False))
+        check.after_publish(1)
         assert max(check.measured()) < 1e-4
     finally:
         engine.close()
@@ -320,13 +313,13 @@ def test_weights_that_no_forward_reads_are_named_as_the_cause():
     model.requires_grad_(False)
     model.register_parameter("idle", torch.nn.Parameter(torch.ones(3)))
     with pytest.raises(DeliveryError, match=r"No perturbation .* 0 with noise of 0.07"):
-        check_of(stub(), model, update=collect_weights(policy(), 0, complete=True)).at_start(model, 0)
+        check_of(stub(), model, update=collect_weights(policy(), 0, complete=True)).at_start(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_below_an_untrained_output_layer_is_checked_by_the_little_it_moves(dtype):
     model = policy("lora", initializer_range=0.02)
-    start = check_of(stub(), model, spec=policy_spec(model, dtype)).at_start(model, 0)
+    start = check_of(stub(), model, spec=policy_spec(model, dtype)).at_start(0)
     assert 0.02 <= start.trainer_moved < 1
     with pytest.raises(DeliveryError, match="but the engine's by 0"):
-        check_of(stub(SkipsAllAdapters), model, spec=policy_spec(model, dtype)).at_start(model, 0)
+        check_of(stub(SkipsAllAdapters), model, spec=policy_spec(model, dtype)).at_start(0)

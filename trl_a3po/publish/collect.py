@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers import PreTrainedModel
 
+from trl_a3po.publish.parts import Part, whole_update
 from trl_a3po.publish.policy import PolicySpec, WeightUpdate
 from trl_a3po.publish.replica import named_weights
 
@@ -47,22 +48,21 @@ def policy_spec(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Polic
     return PolicySpec(type(base), config, dtype, peft_config, adapter)
 
 
+def policy_parts(model: PreTrainedModel | PeftModel) -> dict[str, Part]:
+    """What an update of `model` consists of: every parameter and persistent buffer as it is. Adapters other than the
+    active one (a reference policy) are left out."""
+    others = _other_adapters(model)
+    return {name: Part.as_it_is(weight) for name, weight in named_weights(model).items() if not _belongs(name, others)}
+
+
 def collect_weights(model: PreTrainedModel | PeftModel, version: int, *, complete: bool) -> WeightUpdate:
     """The weights of `model` as policy version `version`, as live, detached views.
 
     Args:
         complete: every parameter and persistent buffer; otherwise those that training changes: parameters that
-            require a gradient, and persistent buffers. Adapters other than the active one (a reference policy) are
-            left out of both.
+            require a gradient, and persistent buffers.
     """
-    others = _other_adapters(model)
-    tensors = {
-        name: weight.detach()
-        for name, weight in named_weights(model).items()
-        if not _belongs(name, others)
-        and (complete or weight.requires_grad or not isinstance(weight, torch.nn.Parameter))
-    }
-    return WeightUpdate(version, tensors, complete)
+    return whole_update(policy_parts(model), version, complete=complete)
 
 
 def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:

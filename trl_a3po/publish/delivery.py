@@ -16,15 +16,15 @@ itself be 20% of it. With fp32 on both sides that finds one missing layer in 30,
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import nn
 
 from trl_a3po.engines.protocol import Engine
 from trl_a3po.errors import DeliveryError
-from trl_a3po.publish.perturb import known_logps, perturbed_weights, with_weights
 from trl_a3po.publish.policy import WeightUpdate
 
 NUM_TEXTS, PROMPT_TOKENS, COMPLETION_TOKENS = 2, 8, 8
@@ -157,6 +157,19 @@ def between(too_weak: float, too_strong: float) -> float:
     return 3 * too_weak if too_strong == torch.inf else (too_weak * too_strong) ** 0.5
 
 
+class Policy(Protocol):
+    """The trained policy as the main process sees it: `perturb.WholePolicy`, or `partitioned.PartitionedPolicy`."""
+
+    def update(self, version: int, *, complete: bool = False) -> WeightUpdate:
+        """Its weights as `version`: all of them, or those that training changes."""
+
+    def logps(self, prompts: list[list[int]], completions: list[list[int]], temperature: float) -> torch.Tensor:
+        """The trainer's log-probs of known tokens, `(N, T)`, on the CPU."""
+
+    def perturbed(self, strength: float) -> AbstractContextManager[None]:
+        """Inside, both are those of weights moved by `strength`."""
+
+
 class DeliveryCheck:
     """Checks one engine through a run. Main thread only.
 
@@ -165,9 +178,9 @@ class DeliveryCheck:
 
     Args:
         engine: started with the policy's true weights.
+        policy: the policy that is trained.
         known: the tokens to score.
         temperature: of the log-probs.
-        collect: `(model, version)` to the update that a publish of the changing weights sends.
         every: optimizer steps between two later checks.
         timeout: seconds to wait for one answer of the engine.
     """
@@ -175,35 +188,32 @@ class DeliveryCheck:
     def __init__(
         self,
         engine: Engine,
+        policy: Policy,
         known: KnownTokens,
         *,
         temperature: float,
-        collect: Callable[[nn.Module, int], WeightUpdate],
         every: int,
         timeout: float,
     ):
         self._engine = engine
+        self._policy = policy
         self._known = known
         self._temperature = temperature
-        self._collect = collect
         self._every = every
         self._timeout = timeout
         self._start_gap = 0.0
         self._trainer_logps: dict[int, torch.Tensor] = {}
         self._measured: list[float] = []
 
-    def at_start(self, model: nn.Module, version: int) -> Start:
+    def at_start(self, version: int) -> Start:
         """Check before anything is in flight; afterwards the engine holds the true weights as `version` again.
 
         Raises:
             DeliveryError: the engine does not follow.
         """
-        true, before = self._trained(model), self._scored(version)
-        weights, perturbed = self._perturbation(model, true)
-        self._engine.publish(with_weights(model, weights, lambda changed: self._collect(changed, version)))
-        del weights
-        during = self._scored(version)
-        self._engine.publish(self._collect(model, version))
+        true, before = self._trained(), self._scored(version)
+        perturbed, during = self._perturbed(version, true)
+        self._engine.publish(self._policy.update(version))
         start = Start.of((true, perturbed), (before, during, self._scored(version)))
         self._end_on(start.fault())
         self._start_gap = start.gap
@@ -211,15 +221,15 @@ class DeliveryCheck:
         self._measured.append(start.gap)
         return start
 
-    def after_publish(self, model: nn.Module, version: int) -> None:
-        """Check if it is due, with the weights of `model` just published as `version`.
+    def after_publish(self, version: int) -> None:
+        """Check if it is due, with the policy's weights just published as `version`.
 
         Raises:
             DeliveryError: the engine samples from other weights.
         """
         if version - max(self._trainer_logps) < self._every:
             return
-        current, scored = self._trained(model), self._scored(version)
+        current, scored = self._trained(), self._scored(version)
         self._end_on(later_fault(scored, current, self._trainer_logps, version, self._start_gap))
         self._trainer_logps[version] = current
         self._measured.append(distance(scored, current))
@@ -229,20 +239,19 @@ class DeliveryCheck:
         measured, self._measured = self._measured, []
         return measured
 
-    def _perturbation(self, model: nn.Module, true: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Weights that move the trainer's log-probs far enough, and the log-probs under them."""
+    def _perturbed(self, version: int, true: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The trainer's and the engine's log-probs under weights that move the trainer's far enough."""
         strength, too_weak, too_strong, tried = FIRST_STRENGTH, 0.0, torch.inf, []
         weaker: list[tuple[float, float]] = []
         for _ in range(STRENGTHS):
-            weights = perturbed_weights(model, strength)
-            logps = with_weights(model, weights, self._trained)
-            moved = distance(logps, true)
-            if LEAST_MOVEMENT <= moved <= MOST_MOVEMENT:
-                return weights, logps
+            with self._policy.perturbed(strength):
+                logps = self._trained()
+                moved = distance(logps, true)
+                if LEAST_MOVEMENT <= moved <= MOST_MOVEMENT:
+                    return logps, self._published(version)
             tried.append(f"{moved:.3g} with noise of {strength:.3g}")
             if USEFUL_MOVEMENT <= moved < LEAST_MOVEMENT:
                 weaker.append((moved, strength))
-            weights = None  # before the next copy is made
             if moved < LEAST_MOVEMENT:
                 too_weak = strength
             else:  # or not finite
@@ -252,9 +261,8 @@ class DeliveryCheck:
             # An adapter below an untrained output layer moves log-probs by a tenth at most, which is still far more
             # than the gap with fp32; the weakest noise that comes near it disturbs the forward least.
             most = max(moved for moved, _ in weaker)
-            strength = min(strength for moved, strength in weaker if moved >= most / 2)
-            weights = perturbed_weights(model, strength)
-            return weights, with_weights(model, weights, self._trained)
+            with self._policy.perturbed(min(strength for moved, strength in weaker if moved >= most / 2)):
+                return self._trained(), self._published(version)
         raise DeliveryError(
             "No perturbation of the trained weights moves the trainer's own log-probs of known tokens by "
             f"{LEAST_MOVEMENT} to {MOST_MOVEMENT} on average, so the delivery of weights cannot be checked: "
@@ -262,8 +270,12 @@ class DeliveryCheck:
             "delivery_check_steps=0 switches this check off."
         )
 
-    def _trained(self, model: nn.Module) -> torch.Tensor:
-        return known_logps(model, self._known.prompts, self._known.completions, self._temperature)
+    def _published(self, version: int) -> torch.Tensor:
+        self._engine.publish(self._policy.update(version))
+        return self._scored(version)
+
+    def _trained(self) -> torch.Tensor:
+        return self._policy.logps(self._known.prompts, self._known.completions, self._temperature)
 
     def _scored(self, version: int) -> torch.Tensor:
         rows = []

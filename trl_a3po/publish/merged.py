@@ -5,7 +5,7 @@ Guarantees: the trained module is only read. A merged weight is computed beside 
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from peft import PeftModel
@@ -15,6 +15,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from trl_a3po.publish.collect import active_adapter, base_model
+from trl_a3po.publish.parts import Part, whole_update
 from trl_a3po.publish.policy import PolicySpec, WeightUpdate
 
 
@@ -24,7 +25,7 @@ def merged_spec(model: PeftModel, dtype: torch.dtype) -> PolicySpec:
     Raises:
         ValueError: a layer whose adapter cannot be merged out of place.
     """
-    base, plan = base_model(model), _plan(model)
+    base, plan = base_model(model), merged_parts(model)
     config = copy.deepcopy(base.config)
     if config.get_text_config().tie_word_embeddings:
         head = base.get_output_embeddings()
@@ -35,37 +36,31 @@ def merged_spec(model: PeftModel, dtype: torch.dtype) -> PolicySpec:
     return PolicySpec(type(base), config, dtype)
 
 
-@torch.no_grad()
-def collect_merged(model: PeftModel, version: int, *, complete: bool = True) -> WeightUpdate:
-    """The merged weights of `model` under the names of the plain base model.
-
-    Args:
-        complete: every parameter and persistent buffer; otherwise those that training changes. Merged weights are
-            new tensors, the others live views.
-    """
-    plan = _plan(model)
-    tensors = {name: value() for name, (changes, value) in plan.items() if complete or changes}
-    return WeightUpdate(version, tensors, complete)
-
-
-_Entry = tuple[bool, Callable[[], torch.Tensor]]
-
-
-def _plan(model: PeftModel) -> dict[str, _Entry]:
-    """Plain name -> (whether training changes it, how to compute it); a tied pair that is still one is listed once."""
+def merged_parts(model: PeftModel) -> dict[str, Part]:
+    """What an update of `model` consists of, by the names of the plain base model. Merged weights are new tensors, the
+    others live views; a tied pair that is still one is listed once."""
     adapter = active_adapter(model)
-    plan: dict[str, _Entry] = {}
+    parts: dict[str, Part] = {}
     seen: set[int] = set()
-    for name, tensor, entry in _walk(base_model(model), "", adapter):
+    for name, tensor, part in _walk(base_model(model), "", adapter):
         if id(tensor) not in seen:
-            plan[name] = entry
+            parts[name] = part
         if tensor is not None:
             seen.add(id(tensor))
-    return plan
+    return parts
 
 
-def _walk(module: nn.Module, path: str, adapter: str) -> Iterator[tuple[str, torch.Tensor | None, _Entry]]:
-    """(plain name, the tensor itself if it is sent as it is, entry) of everything under `module`."""
+def collect_merged(model: PeftModel, version: int, *, complete: bool = True) -> WeightUpdate:
+    """The merged weights of `model`.
+
+    Args:
+        complete: every parameter and persistent buffer; otherwise those that training changes.
+    """
+    return whole_update(merged_parts(model), version, complete=complete)
+
+
+def _walk(module: nn.Module, path: str, adapter: str) -> Iterator[tuple[str, torch.Tensor | None, Part]]:
+    """(plain name, the tensor itself if it is sent as it is, part) of everything under `module`."""
     if isinstance(module, (Linear, Embedding)):
         yield from _walk_lora(module, path, adapter)
     elif isinstance(module, ModulesToSaveWrapper):
@@ -75,7 +70,7 @@ def _walk(module: nn.Module, path: str, adapter: str) -> Iterator[tuple[str, tor
         raise _cannot_merge(module, path)
     else:
         for name, tensor in _own(module):
-            yield f"{path}{name}", tensor, _as_is(tensor)
+            yield f"{path}{name}", tensor, Part.as_it_is(tensor)
         for name, child in module.named_children():
             yield from _walk(child, f"{path}{name}.", adapter)
 
@@ -87,13 +82,14 @@ def _walk_lora(layer: Linear | Embedding, path: str, adapter: str) -> Iterator:
             f'lora_sync="merged" cannot merge {path.rstrip(".")!r}: lora_bias=True trains a bias there, but the layer '
             'has none to hold it. Use lora_sync="adapter".'
         )
+    sources = tuple(layer.parameters())
     for name, tensor in _own(layer.get_base_layer()):
         if adapted and name == "weight":
-            yield f"{path}{name}", None, (True, lambda: _merged_weight(layer, adapter))
+            yield f"{path}{name}", None, Part(True, (tensor, *sources), lambda: _merged_weight(layer, adapter))
         elif adapted and name == "bias" and layer.lora_bias[adapter]:
-            yield f"{path}{name}", None, (True, lambda: _merged_bias(layer, adapter))
+            yield f"{path}{name}", None, Part(True, (tensor, *sources), lambda: _merged_bias(layer, adapter))
         else:
-            yield f"{path}{name}", tensor, _as_is(tensor)
+            yield f"{path}{name}", tensor, Part.as_it_is(tensor)
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -103,10 +99,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _as_is(tensor: torch.Tensor) -> _Entry:
-    return tensor.requires_grad or not isinstance(tensor, nn.Parameter), tensor.detach
-
-
+@torch.no_grad()
 def _merged_weight(layer: Linear | Embedding, adapter: str) -> torch.Tensor:
     weight = layer.get_base_layer().weight.detach()
     if adapter in layer.lora_variant:
@@ -114,6 +107,7 @@ def _merged_weight(layer: Linear | Embedding, adapter: str) -> torch.Tensor:
     return weight + layer.get_delta_weight(adapter).to(weight.dtype)
 
 
+@torch.no_grad()
 def _merged_bias(layer: Linear, adapter: str) -> torch.Tensor:
     return layer.get_base_layer().bias.detach() + layer.lora_B[adapter].bias.detach() * layer.scaling[adapter]
 

@@ -4,13 +4,16 @@ Guarantees: the trained tensors are only read; neither the global random numbers
 what is perturbed is exactly what training changes, each storage once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
+
+from trl_a3po.publish.parts import Part, whole_update
+from trl_a3po.publish.policy import WeightUpdate
 
 _PATTERN = 65_537  # a prime, so that rows of a matrix do not repeat
 _HEAD = 3.0  # times more for the output layer, or layers before it drown what a stale copy of it would show
@@ -20,30 +23,84 @@ _NOTHING, _INSTEAD = 1e-3, 4.0  # a weight of zeros, such as a LoRA B, is moved 
 def perturbed_weights(model: nn.Module, strength: float) -> dict[str, torch.Tensor]:
     """New tensors for the parameters that require a gradient, each moved by `strength` times its root mean square in
     fixed random directions, more for the output layer. They take as much memory as the gradients will."""
-    pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
-    patterns: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-    head = model.get_output_embeddings()
-    loud = set() if head is None else {id(weight) for weight in head.parameters()}
-    moved = {}
-    for number, (name, weight) in enumerate(model.named_parameters()):
-        if weight.requires_grad:
-            key = (weight.device, weight.dtype)
-            if key not in patterns:
-                patterns[key] = pattern.to(*key)
-            louder = strength * _HEAD if id(weight) in loud else strength
-            moved[name] = _moved(weight.detach(), louder, patterns[key].roll(7919 * number))
-    return moved
+    pattern = Pattern(model)
+    return {
+        name: pattern.moved(weight.detach(), weight, number, strength)
+        for number, (name, weight) in enumerate(model.named_parameters())
+        if weight.requires_grad
+    }
+
+
+class Pattern:
+    """The fixed random directions in which the parameters of `model` are moved."""
+
+    def __init__(self, model: nn.Module):
+        head = model.get_output_embeddings()
+        self._loud = set() if head is None else {id(weight) for weight in head.parameters()}
+        self._noise = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
+        self._copies: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+    def moved(self, values: torch.Tensor, parameter: nn.Parameter, number: int, strength: float) -> torch.Tensor:
+        """A new tensor: `values`, those of the `number`-th `parameter`, moved by `strength`."""
+        key = (values.device, values.dtype)
+        if key not in self._copies:
+            self._copies[key] = self._noise.to(*key)
+        louder = strength * _HEAD if id(parameter) in self._loud else strength
+        return _moved(values, louder, self._copies[key].roll(7919 * number))
+
+
+class WholePolicy:
+    """A module whose tensors are all in this process, as a delivery check sees it. Its tensors are only read.
+
+    Args:
+        model: the trained module, unwrapped.
+        parts: module -> what an update of it consists of.
+    """
+
+    def __init__(self, model: nn.Module, parts: Callable[[nn.Module], Mapping[str, Part]]):
+        self._model = model
+        self._parts = parts
+        self._weights: dict[str, torch.Tensor] = {}
+
+    def update(self, version: int, *, complete: bool = False) -> WeightUpdate:
+        return with_weights(
+            self._model, self._weights, lambda model: whole_update(self._parts(model), version, complete=complete)
+        )
+
+    def logps(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
+    ) -> torch.Tensor:
+        return with_weights(
+            self._model, self._weights, lambda model: known_logps(model, prompts, completions, temperature)
+        )
+
+    @contextmanager
+    def perturbed(self, strength: float) -> Iterator[None]:
+        """Inside, `update` and `logps` are those of weights moved by `strength`."""
+        self._weights = perturbed_weights(self._model, strength)
+        try:
+            yield
+        finally:
+            self._weights = {}
 
 
 def with_weights(model: nn.Module, weights: dict[str, torch.Tensor], function: Callable[[nn.Module], Any]) -> Any:
     """`function(model)` while `model` has `weights` in place of its own parameters of these names."""
+    if not weights:
+        return function(model)
     given = {f"model.{name}": nn.Parameter(weight) for name, weight in weights.items()}
     return functional_call(_Applied(model, function), given, tie_weights=True)
 
 
 @torch.no_grad()
 def known_logps(
-    model: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    temperature: float,
+    *,
+    with_hooks: bool = False,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """`(N, T)` fp32 log-probs of the completions' tokens, on the CPU: the model's plain forward in its own precision,
     without dropout, temperature applied.
@@ -51,13 +108,15 @@ def known_logps(
     Args:
         prompts: N prompts of one length.
         completions: N completions of T tokens.
+        with_hooks: run the module's own hooks, which are training's but for a module that needs them to find its
+            weights.
+        device: where the forward runs; by default where the weights are.
     """
-    device = model.get_input_embeddings().weight.device
+    device = model.get_input_embeddings().weight.device if device is None else device
     tokens = torch.tensor(completions, device=device)
     ids = torch.cat([torch.tensor(prompts, device=device), tokens], dim=1)
     with _evaluating(model):
-        # Not `model(...)`: hooks belong to training.
-        logits = model.forward(input_ids=ids, use_cache=False).logits
+        logits = (model if with_hooks else model.forward)(input_ids=ids, use_cache=False).logits
     length = tokens.shape[1]
     logps = (logits[:, -length - 1 : -1].float() / temperature).log_softmax(-1)
     return logps.gather(2, tokens[:, :, None])[:, :, 0].cpu()

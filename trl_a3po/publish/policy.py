@@ -4,6 +4,8 @@ Tensor names are those of the trained, unwrapped module (`PeftModel` included), 
 `modules_to_save` travel the same way.
 """
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +38,59 @@ class WeightUpdate:
     Args:
         version: the policy version.
         tensors: name -> detached tensor, possibly a live view of a trained parameter: an engine copies it before
-            `start` or `publish` returns. Each storage appears once (tied weights under their first name).
+            `start` or `publish` returns. Each storage appears once (tied weights under their first name). An engine
+            goes through `items()`, and is done with a tensor before it asks for the next one: where the weights are
+            spread over processes, that is where they are gathered, a few at a time (`publish/partitioned.py`).
         complete: every parameter and persistent buffer is there (the first update); otherwise only those that
             training changes.
     """
 
     version: int
-    tensors: dict[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
     complete: bool = True
+
+    @property
+    def specs(self) -> Mapping[str, torch.Tensor]:
+        """Name -> a tensor of that weight's shape and dtype, whose values mean nothing."""
+        return self.tensors.specs if isinstance(self.tensors, GatheredTensors) else self.tensors
+
+
+class GatheredTensors(Mapping[str, torch.Tensor]):
+    """Tensors that exist only while `items()` is at them.
+
+    Args:
+        specs: name -> a tensor of its shape and dtype, on the device "meta".
+        buckets: the names in order, those that exist at the same time together.
+        gather: names -> a context in which these exist, as name -> tensor.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, torch.Tensor],
+        buckets: Sequence[Sequence[str]],
+        gather: Callable[[Sequence[str]], AbstractContextManager[Mapping[str, torch.Tensor]]],
+    ):
+        self.specs = specs
+        self._buckets = buckets
+        self._gather = gather
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor, one after the other; a tensor is gone once the next one is asked for."""
+        for names in self._buckets:
+            with self._gather(names) as tensors:
+                for name in names:
+                    yield name, tensors[name]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.specs:
+            raise KeyError(name)
+        raise TypeError(f"{name!r} is spread over processes and cannot be had alone: go through items().")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.specs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)

@@ -58,10 +58,10 @@ def load_update(module: nn.Module, update: WeightUpdate) -> None:
     """
     weights = named_weights(module)
     check_names(weights, update)
-    for name, tensor in update.tensors.items():
-        if weights[name].shape != tensor.shape:
+    for name, spec in update.specs.items():
+        if weights[name].shape != spec.shape:
             raise ValueError(
-                f"The update of version {update.version} has shape {tuple(tensor.shape)} for {name!r}, but the "
+                f"The update of version {update.version} has shape {tuple(spec.shape)} for {name!r}, but the "
                 f"replica's is {tuple(weights[name].shape)}: the trained model no longer matches its configuration."
             )
     for name, tensor in update.tensors.items():

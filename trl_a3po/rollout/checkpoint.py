@@ -20,9 +20,13 @@ logger = logging.getLogger(__name__)
 
 STATE = "a3po_state.json"
 GROUPS = "a3po_groups.safetensors"
-BATCH = "a3po_batch.safetensors"
 MARKER = "a3po_complete.json"
-FORMAT = 1
+FORMAT = 2
+
+
+def batch_file(rank: int) -> str:
+    """Name of the file with the slices of the batch that process `rank` is in the middle of."""
+    return f"a3po_batch_{rank}.safetensors"
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -33,7 +37,7 @@ def begin(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).unlink(missing_ok=True)
     _sync(folder)
-    for left in (folder / BATCH, *folder.glob(".a3po_*.partial")):
+    for left in (*folder.glob("a3po_batch_*.safetensors"), *folder.glob(".a3po_*.partial")):
         left.unlink(missing_ok=True)
 
 

@@ -34,6 +34,7 @@ from trl_a3po.rollout.waiting import QueueStatus, overdue_report, queue_status, 
 logger = logging.getLogger(__name__)
 
 ENGINE_POLL_SECONDS = 0.02  # how late a publish opens submission while the engine has work
+WAITING_TOLD_SECONDS = 10.0
 IDLE_POLL_SECONDS = 0.5  # how late a dead engine is noticed while it has none
 
 
@@ -61,6 +62,7 @@ class GenerationQueue:
         score_threads: threads that score, a group each.
         score_timeout: seconds scoring a group may take before a `take` that waits raises `StallError`.
         interrupt_score: has scores under way end early, with whatever error; called by `close`.
+        while_waiting: called by a main thread that waits, every now and then, at least every 20 seconds.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class GenerationQueue:
         score_threads: int = 1,
         score_timeout: float | None = None,
         interrupt_score: Callable[[], None] | None = None,
+        while_waiting: Callable[[], None] = lambda: None,
     ):
         _require_positive(num_rollouts=num_rollouts, max_attempts=max_attempts, stall_timeout=stall_timeout)
         _require_positive(score_threads=score_threads)
@@ -98,6 +101,8 @@ class GenerationQueue:
         self._score_threads = score_threads
         self._score_timeout = score_timeout
         self._interrupt_score = interrupt_score
+        self._while_waiting = while_waiting
+        self._waiting_told = time.monotonic()
         self._core = QueueCore(
             prompts=prompts,
             plan=TakePlan(groups_per_batch, max_staleness, version_of_take, total_takes, lag),
@@ -197,7 +202,7 @@ class GenerationQueue:
             began = self._taking_since = time.monotonic()
         try:
             while (groups := self._take_or_wait(version, began)) is None:
-                pass
+                self._tell_waiting()
             return groups
         finally:
             with self._changed:
@@ -226,11 +231,11 @@ class GenerationQueue:
             self._raise_if_over()
             self._side, began = side, time.monotonic()
             self._progress()
-            try:
-                while not side.done:
-                    self._raise_if_over()
-                    self._wait_for_progress(began)
-            finally:
+        try:
+            while self._sampling(side, began):
+                self._tell_waiting()
+        finally:
+            with self._changed:
                 self._side = None
         return side.rollouts()
 
@@ -313,6 +318,15 @@ class GenerationQueue:
             self._wait_for_progress(began)
             return None
 
+    def _sampling(self, side: SideRequests, began: float) -> bool:
+        """Whether `side` is not done yet, after waiting for something to change."""
+        with self._changed:
+            if side.done:
+                return False
+            self._raise_if_over()
+            self._wait_for_progress(began)
+            return True
+
     def _settle(self, *, scored: bool = False) -> None:
         """With a `lag`, wait until all that is to be sampled from the published version has been, and `scored`."""
         began = time.monotonic()
@@ -324,6 +338,7 @@ class GenerationQueue:
                     return
                 if self._core.admission() != "prompts":
                     self._wait_for_progress(began)
+            self._tell_waiting()
 
     def _wait_for_progress(self, began: float) -> None:
         """Wait for the next event, or raise when there has been none for too long since `began`, or a score is
@@ -337,7 +352,13 @@ class GenerationQueue:
             if scoring >= self._score_timeout:
                 raise StallError(overdue_report(self.status(), scoring, self._score_timeout))
             longest = min(longest, self._score_timeout - scoring)
-        self._changed.wait(longest)
+        self._changed.wait(min(longest, WAITING_TOLD_SECONDS))
+
+    def _tell_waiting(self) -> None:
+        """Not under the lock: it may take as long as another process needs to answer."""
+        if time.monotonic() - self._waiting_told >= WAITING_TOLD_SECONDS:
+            self._while_waiting()
+            self._waiting_told = time.monotonic()
 
     def _fill_prompts(self) -> None:
         with self._changed:

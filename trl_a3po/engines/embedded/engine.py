@@ -147,10 +147,10 @@ class TransformersEngine:
     def _check(self, update: WeightUpdate) -> None:
         shapes = self._staging.shapes
         check_names(shapes, update)
-        for name, tensor in update.tensors.items():
-            if tuple(tensor.shape) != shapes[name]:
+        for name, spec in update.specs.items():
+            if tuple(spec.shape) != shapes[name]:
                 raise ValueError(
-                    f"The update of version {update.version} has shape {tuple(tensor.shape)} for {name!r}, but the "
+                    f"The update of version {update.version} has shape {tuple(spec.shape)} for {name!r}, but the "
                     f"engine was started with {shapes[name]}: weights may not change their shape during a run."
                 )
         left_out = self._changing - set(update.tensors)

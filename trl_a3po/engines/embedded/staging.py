@@ -109,10 +109,10 @@ def _bytes(tensor: torch.Tensor) -> numpy.ndarray:
 
 def _places(update: WeightUpdate, dtype: torch.dtype) -> tuple[Place, ...]:
     places, start = [], 0
-    for name, tensor in update.tensors.items():
-        stored = dtype if tensor.is_floating_point() else tensor.dtype
-        size = tensor.numel() * stored.itemsize
-        places.append(Place(name, tuple(tensor.shape), stored, start, size))
+    for name, spec in update.specs.items():
+        stored = dtype if spec.is_floating_point() else spec.dtype
+        size = spec.numel() * stored.itemsize
+        places.append(Place(name, tuple(spec.shape), stored, start, size))
         start += -(-size // _ALIGNMENT) * _ALIGNMENT
     return tuple(places)
 

@@ -1,0 +1,22 @@
+"""Starts a module of this folder in several processes, as `torchrun` does for a user."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(module: str, *arguments: object, processes: int = 2, timeout: float = 240.0) -> subprocess.CompletedProcess:
+    """Run `python -m module *arguments` in `processes` processes; whatever it prints is in `stdout`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
+    return subprocess.run(
+        [*command, "-m", module, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )

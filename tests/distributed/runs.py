@@ -1,0 +1,118 @@
+"""The runs that are held against each other: in one process, and in two with whatever spreads the training.
+
+`torchrun … -m tests.distributed.runs FOLDER MODE [RUN …]`: the runs of `RUNS` in turn, with the tiny model in
+`FOLDER/model` and the stub engine, so that completions do not depend on the number of processes. What each of them
+trained is saved in `FOLDER/MODE/<run>`, with what it logged beside it.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from peft import LoraConfig
+
+from tests.runs import LENGTH, reward
+from tests.tiny import VOCAB, tiny_prompts
+from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.testing import StubEngine, scripted_completion
+
+ROWS_A_STEP, ACCUMULATION = 16, 2
+RUNS = {
+    "full": {},
+    "lora": {"lora": True, "delivery_check_steps": 1},
+    "merged": {"lora": True, "lora_sync": "merged", "delivery_check_steps": 1},
+    "grpo-kl": {"lora": True, "loss_type": "grpo", "beta": 0.04},
+    "cut-groups": {"num_generations": 16},
+    "sequence": {"importance_sampling_level": "sequence", "loss_type": "dr_grpo"},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
+}
+ZERO = {
+    "gradient_accumulation_steps": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+}
+MODES = {
+    "one": {"use_cpu": True},
+    "ddp": {"use_cpu": True, "ddp_backend": "gloo"},
+    "zero2": {"ddp_backend": "gloo", "deepspeed": {**ZERO, "zero_optimization": {"stage": 2}}},
+    "zero3": {
+        "ddp_backend": "gloo",
+        "deepspeed": {
+            **ZERO,
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_gather_16bit_weights_on_model_save": True,
+                # Else everything of a tiny model stays whole in every process.
+                "stage3_param_persistence_threshold": 0,
+            },
+        },
+    },
+}
+
+
+def build(folder: Path, mode: str, processes: int, *, lora: bool = False, **settings) -> A3POTrainer:
+    args = A3POConfig(
+        **{
+            "output_dir": str(folder / mode),
+            "per_device_train_batch_size": ROWS_A_STEP // ACCUMULATION // processes,
+            "gradient_accumulation_steps": ACCUMULATION,
+            "num_generations": 4,
+            "max_completion_length": LENGTH,
+            "max_steps": 3,
+            "schedule": "fixed_lag",  # or timing would decide which version samples what
+            "max_staleness": 2,
+            "optim": "sgd",
+            "learning_rate": 0.3,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 0.5,
+            "bf16": False,
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "delivery_check_steps": 0,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "model_init_kwargs": {"dtype": "float32"},
+            "engine": StubEngine(scripted_completion(VOCAB, LENGTH)),
+            **MODES[mode],
+            **settings,
+        }
+    )
+    torch.manual_seed(3)  # an adapter's initialisation
+    return A3POTrainer(
+        str(folder / "model"),
+        reward,
+        args=args,
+        train_dataset=tiny_prompts(),
+        eval_dataset=tiny_prompts(8) if "eval_strategy" in settings else None,
+        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
+    )
+
+
+def run(name: str, folder: Path, mode: str, processes: int) -> None:
+    trainer = build(folder, mode, processes, **RUNS[name])
+    engine = trainer.args.engine
+    trainer.train()
+    trainer.save_model(str(folder / mode / name))
+    if trainer.is_world_process_zero():
+        log = {"history": trainer.state.log_history, "published": engine.published}
+        (folder / mode / name / "log.json").write_text(json.dumps(log))
+
+
+def main() -> None:
+    folder, mode, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:] or list(RUNS)
+    processes = 1 if mode == "one" else 2
+    for name in names:
+        run(name, folder, mode, processes)
+        # Each run sets accelerate up anew; the process group stays.
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

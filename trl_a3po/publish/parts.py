@@ -1,0 +1,39 @@
+"""What an update consists of, before anything is gathered or computed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from trl_a3po.publish.policy import WeightUpdate
+
+
+@dataclass(frozen=True)
+class Part:
+    """One weight of an update.
+
+    Args:
+        changes: whether training changes it.
+        sources: the trained module's tensors it is made of, the one whose shape and dtype it has first.
+        value: makes it, detached, from the sources as they are when it is called.
+    """
+
+    changes: bool
+    sources: tuple[torch.Tensor, ...]
+    value: Callable[[], torch.Tensor]
+
+    @classmethod
+    def as_it_is(cls, tensor: torch.Tensor) -> "Part":
+        """A parameter, which changes if it requires a gradient, or a persistent buffer, which may always."""
+        changes = tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
+        return cls(changes, (tensor,), tensor.detach)
+
+
+def whole_update(parts: Mapping[str, Part], version: int, *, complete: bool) -> WeightUpdate:
+    """The update of a module whose tensors are all in this process: live views, or new tensors where computed.
+
+    Args:
+        complete: every part; otherwise those that training changes.
+    """
+    tensors = {name: part.value() for name, part in parts.items() if complete or part.changes}
+    return WeightUpdate(version, tensors, complete)
