@@ -10,11 +10,12 @@ ROOT = Path(__file__).parents[2]
 
 def launch(module: str, *arguments: object, processes: int = 2, timeout: float = 240.0) -> subprocess.CompletedProcess:
     """Run `python -m module *arguments` in `processes` processes; whatever it prints is in `stdout`."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed compiles an op with ninja
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
     return subprocess.run(
         [*command, "-m", module, *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

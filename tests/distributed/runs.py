@@ -6,6 +6,7 @@ trained is saved in `FOLDER/MODE/<run>`, with what it logged beside it.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -28,30 +29,35 @@ RUNS = {
     "sequence": {"importance_sampling_level": "sequence", "loss_type": "dr_grpo"},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
 }
-ZERO = {
-    "gradient_accumulation_steps": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "train_batch_size": "auto",
-    "gradient_clipping": "auto",
-    "zero_allow_untested_optimizer": True,
-}
 MODES = {
     "one": {"use_cpu": True},
     "ddp": {"use_cpu": True, "ddp_backend": "gloo"},
-    "zero2": {"ddp_backend": "gloo", "deepspeed": {**ZERO, "zero_optimization": {"stage": 2}}},
-    "zero3": {
-        "ddp_backend": "gloo",
-        "deepspeed": {
-            **ZERO,
-            "zero_optimization": {
-                "stage": 3,
-                "stage3_gather_16bit_weights_on_model_save": True,
-                # Else everything of a tiny model stays whole in every process.
-                "stage3_param_persistence_threshold": 0,
-            },
-        },
-    },
+    "zero2": {"ddp_backend": "gloo"},
+    "zero3": {"ddp_backend": "gloo"},
 }
+
+
+def use_deepspeed(folder: Path, stage: int) -> None:
+    """As `accelerate launch --use_deepspeed` would."""
+    config = {
+        "gradient_accumulation_steps": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "stage3_param_persistence_threshold": 0,  # else a tiny model stays whole in every process
+        },
+    }
+    path = folder / f"zero{stage}.json"
+    path.write_text(json.dumps(config))
+    os.environ |= {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path),
+        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
+    }
 
 
 def build(folder: Path, mode: str, processes: int, *, lora: bool = False, **settings) -> A3POTrainer:
@@ -105,6 +111,8 @@ def run(name: str, folder: Path, mode: str, processes: int) -> None:
 def main() -> None:
     folder, mode, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:] or list(RUNS)
     processes = 1 if mode == "one" else 2
+    if mode.startswith("zero"):
+        use_deepspeed(folder, int(mode[-1]))
     for name in names:
         run(name, folder, mode, processes)
         # Each run sets accelerate up anew; the process group stays.

@@ -47,7 +47,7 @@ class PartitionedPolicy:
         """Its weights as `version`, gathered bucket by bucket while they are gone through."""
         chosen = {name: part for name, part in self._parts.items() if complete or part.changes}
         specs = {name: _spec(part) for name, part in chosen.items()}
-        return WeightUpdate(version, GatheredTensors(specs, buckets(specs), self._gathered), complete)
+        return WeightUpdate(version, GatheredTensors(specs, buckets(specs, BUCKET_BYTES), self._gathered), complete)
 
     def logps(self, prompts, completions, temperature: float) -> torch.Tensor:
         """As `known_logps`, of the weights it has now."""
@@ -105,7 +105,7 @@ class PartitionedPolicy:
         return list(sources.values())
 
 
-def buckets(specs: Mapping[str, torch.Tensor], most: int = BUCKET_BYTES) -> list[list[str]]:
+def buckets(specs: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
     """The names in order, in runs of at most `most` bytes; a larger tensor is alone."""
     runs: list[list[str]] = []
     size = 0
