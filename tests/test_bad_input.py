@@ -25,6 +25,7 @@ from transformers import (
 from tests.runs import COMPLETE, build, logged
 from tests.tiny import VOCAB, save_tiny_model, tiny_config, tiny_prompts, tiny_tokenizer
 from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.checks import check_sharding
 from trl_a3po.errors import EngineError, RewardError
 from trl_a3po.rollout.endings import StampError
 from trl_a3po.rollout.records import Rollout
@@ -357,10 +358,9 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
         build(small, tmp_path).train()
 
 
-def test_several_processes_are_refused(model_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(A3POConfig, "world_size", 4)
-    with pytest.raises(ValueError, match="4 processes were launched, but this version trains in one"):
-        build(model_path, tmp_path)
+def test_fsdp_is_refused():
+    with pytest.raises(ValueError, match="launched with FSDP.*launch it with DDP or DeepSpeed ZeRO"):
+        check_sharding(True)
 
 
 def test_several_devices_in_one_process_are_refused(model_path, tmp_path, monkeypatch):

@@ -125,6 +125,15 @@ def _check_left_padding(model: PreTrainedModel | PeftModel, config: Any) -> None
         )
 
 
+def check_sharding(is_fsdp_enabled: bool) -> None:
+    """Raise `ValueError` for a way to spread the weights that nothing here can gather."""
+    if is_fsdp_enabled:
+        raise ValueError(
+            "The run was launched with FSDP, whose shards cannot be published to an engine yet: launch it with DDP or "
+            "DeepSpeed ZeRO (recipes/accelerate_configs)."
+        )
+
+
 def groups_per_batch(args: A3POConfig) -> int:
     """B: the prompts of one generation batch."""
     return args.generation_batch_size // args.num_generations

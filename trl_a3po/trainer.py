@@ -39,6 +39,7 @@ from trl_a3po.checks import (
     check_policy,
     check_processing_class,
     check_reward_functions,
+    check_sharding,
     groups_per_batch,
 )
 from trl_a3po.config import A3POConfig
@@ -115,6 +116,7 @@ class A3POTrainer(GRPOTrainer):
         check_arguments(model, reward_funcs, args, others)
         check_on_group(on_group)
         super().__init__(model, reward_funcs, args, **others)
+        check_sharding(self.is_fsdp_enabled)
         check_processing_class(self.processing_class)
         check_dataset(args, self.train_dataset, self.processing_class)
         check_columns("eval_dataset", self.eval_dataset)

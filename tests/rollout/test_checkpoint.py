@@ -334,8 +334,8 @@ def test_a_complete_folder_is_valid_and_its_marker_names_every_file(tmp_path):
     "damage, reason",
     [
         (lambda f: (f / checkpoint.MARKER).unlink(), "writing it was cut short"),
-        (lambda f: (f / checkpoint.MARKER).write_text('{"format": 1, "fi'), "cannot be read"),
-        (lambda f: (f / checkpoint.MARKER).write_text('{"format": 2, "files": {}}'), "has format 2"),
+        (lambda f: (f / checkpoint.MARKER).write_text('{"format": 2, "fi'), "cannot be read"),
+        (lambda f: (f / checkpoint.MARKER).write_text('{"format": 99, "files": {}}'), "has format 99"),
         (lambda f: (f / "model.safetensors").write_bytes(b"weigh"), "model.safetensors of 5 bytes instead of 7"),
         (lambda f: (f / "global_step1" / "rank0.pt").unlink(), "lacks global_step1/rank0.pt"),
         (lambda f: checkpoint.begin(f), "writing it was cut short"),
