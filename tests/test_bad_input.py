@@ -359,7 +359,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
 
 
 def test_fsdp_is_refused():
-    with pytest.raises(ValueError, match="launched with FSDP.*launch it with DDP or DeepSpeed ZeRO"):
+    with pytest.raises(ValueError, match=r"launched with FSDP.*launch it with DDP or DeepSpeed ZeRO"):
         check_sharding(True)
 
 

@@ -9,6 +9,7 @@ calls `lead` communicates; control messages go over the host's network and never
 died is noticed by those that wait for it, in their own words. A run of one process communicates nothing.
 """
 
+import atexit
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -36,6 +37,9 @@ class Team:
         self.rank = dist.get_rank() if several else 0
         self.is_main = self.rank == 0
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience)) if several else None
+        if several:
+            # Its threads would otherwise end the interpreter with an abort.
+            atexit.register(_close, self._group)
         self._parts: dict[str, Callable[..., Any]] = {WAITING: lambda: None}
 
     def on_call(self, name: str, part: Callable[..., Any]) -> None:
@@ -125,6 +129,11 @@ class _Dying:
             raise TeamError(
                 f"{self._what}: a process of this run died or hangs, and its own output says why ({error})."
             ) from error
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    if dist.is_initialized():  # else it is closed already
+        dist.destroy_process_group(group)
 
 
 def _portable(error: BaseException) -> BaseException:

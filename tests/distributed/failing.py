@@ -1,0 +1,75 @@
+"""A run in two processes that fails on purpose, or goes on after such a failure.
+
+`torchrun … -m tests.distributed.failing FOLDER MODE FAULT`, with `nothing` for a fault: then it resumes.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from transformers import TrainerCallback
+
+from tests.distributed.runs import build, leave, use_deepspeed
+from tests.runs import LENGTH
+from tests.tiny import VOCAB
+from trl_a3po.errors import EngineError
+from trl_a3po.testing import StubEngine, scripted_completion
+
+STEPS, FAILS_AT = 5, 3
+
+
+class Fails(TrainerCallback):
+    """Fails in process 1, in the middle of training."""
+
+    def __init__(self, fault: str):
+        self.fault = fault
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step != FAILS_AT or args.process_index != 1:
+            return
+        if self.fault == "raise":
+            raise ZeroDivisionError("a callback of process 1")
+        if self.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesInPublish(StubEngine):
+    """Dies when it has taken the first of the weights of a version."""
+
+    def publish(self, update):
+        if update.version == FAILS_AT:
+            for name, _ in update.tensors.items():
+                raise EngineError(f"The engine died while it took {name}.")
+        super().publish(update)
+
+
+def main() -> None:
+    folder, mode, fault = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    if mode.startswith("zero"):
+        use_deepspeed(folder, int(mode[-1]))
+    complete = scripted_completion(VOCAB, LENGTH)
+    settings = {"output_dir": str(folder / "run"), "save_strategy": "steps", "save_steps": 1, "max_steps": STEPS}
+    if fault == "publish":
+        settings["engine"] = DiesInPublish(complete)
+    if fault == "starve":
+        settings |= {"stall_timeout": 3.0, "reward_timeout": 3.0}
+    trainer = build(folder, mode, 2, **settings)
+    if fault == "starve":
+        scores = trainer.reward_funcs[0]
+        trainer.reward_funcs[0] = lambda *a, **k: (
+            time.sleep(3600) if trainer.state.global_step >= FAILS_AT - 1 else scores(*a, **k)
+        )
+        trainer.reward_funcs[0].__name__ = "reward"
+    trainer.add_callback(Fails(fault))
+    trainer.train(resume_from_checkpoint=True if fault == "nothing" else None)
+    outcomes = {"step": trainer.state.global_step, "published": trainer.args.engine.published}
+    if trainer.is_world_process_zero():
+        (folder / "resumed.json").write_text(json.dumps(outcomes))
+    leave()
+
+
+if __name__ == "__main__":
+    main()

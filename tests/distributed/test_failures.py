@@ -1,0 +1,39 @@
+"""When one process fails, all end, soon and with the cause; the last checkpoint goes on."""
+
+import json
+import time
+
+import pytest
+
+from tests.distributed.failing import FAILS_AT, STEPS
+from tests.distributed.launch import launch
+from tests.tiny import save_tiny_model
+
+MODULE = "tests.distributed.failing"
+LIMIT = 120  # seconds, most of them for the start of two processes on a busy machine
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault", "cause"),
+    [
+        ("ddp", "raise", "ZeroDivisionError: a callback of process 1"),
+        ("ddp", "kill", "Signal 9|SIGKILL"),
+        ("ddp", "starve", "RewardError|StallError"),
+        ("zero3", "raise", "ZeroDivisionError: a callback of process 1"),
+        ("zero3", "publish", "EngineError: The engine died while it took"),
+    ],
+)
+def test_every_process_ends_with_the_cause_and_the_checkpoint_goes_on(tmp_path, mode, fault, cause):
+    if mode == "zero3":
+        pytest.importorskip("deepspeed")
+    save_tiny_model(tmp_path / "model")
+    began = time.monotonic()
+    failed = launch(MODULE, tmp_path, mode, fault, timeout=LIMIT)
+    assert failed.returncode != 0 and time.monotonic() - began < LIMIT
+    assert any(word in failed.stdout for word in cause.split("|")), failed.stdout[-4000:]
+    assert (tmp_path / "run" / f"checkpoint-{FAILS_AT - 1}" / "a3po_complete.json").is_file()
+
+    resumed = launch(MODULE, tmp_path, mode, "nothing", timeout=LIMIT)
+    assert resumed.returncode == 0, resumed.stdout[-4000:]
+    result = json.loads((tmp_path / "resumed.json").read_text())
+    assert result["step"] == STEPS and result["published"][0] in (FAILS_AT - 1, FAILS_AT)
