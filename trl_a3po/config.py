@@ -85,8 +85,9 @@ class A3POConfig(GRPOConfig):
 
         engine (`str` or engine object, *optional*, defaults to `"transformers"`):
             What generates completions.
-        engine_device (`str`, *optional*):
-            Device of the engine. By default the trainer's.
+        engine_device (`str` or `list[str]`, *optional*):
+            Device of the engine, or several, each of which decodes its share of `engine_slots`. By default the device
+            of the trainer's main process.
         engine_dtype (`str`, *optional*):
             Dtype of the engine's forward. By default that of the trainer's forward.
         engine_slots (`int`, *optional*):
@@ -221,8 +222,12 @@ class A3POConfig(GRPOConfig):
         default="transformers",
         metadata={"help": "What generates completions: 'transformers', or an object with the engine protocol."},
     )
-    engine_device: str | None = field(
-        default=None, metadata={"help": "Device of the engine. Default: the trainer's device."}
+    engine_device: list[str] | None = field(  # or one of them
+        default=None,
+        metadata={
+            "help": "Devices of the engine, each of which decodes its share of engine_slots. Default: the device of "
+            "the trainer's main process."
+        },
     )
     engine_dtype: str | None = field(
         default=None,
@@ -418,19 +423,24 @@ class A3POConfig(GRPOConfig):
                 "or an object with the methods of trl_a3po.engines.protocol.Engine."
             )
 
+    @property
+    def engine_devices(self) -> list[str]:
+        """`engine_device` as a list; empty where it follows the trainer."""
+        given = self.engine_device
+        return [given] if isinstance(given, str) else list(given or [])
+
     def _check_engine_device(self):
-        if self.engine_device is None:
-            return
         here = f"'cpu'{' or an accelerator of this machine' if torch.accelerator.is_available() else ''}"
-        try:
-            device = torch.device(self.engine_device)
-        except RuntimeError:
-            raise ValueError(f"engine_device={self.engine_device!r} is not a device: set {here}.") from None
         accelerator = torch.accelerator.current_accelerator()
         known = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
-        last = 0 if device.type == "cpu" else torch.accelerator.device_count() - 1
-        if device.type not in known or (device.index or 0) > last:
-            raise ValueError(f"engine_device={self.engine_device!r} does not exist here: set {here}.")
+        for name in self.engine_devices:
+            try:
+                device = torch.device(name)
+            except (RuntimeError, TypeError):
+                raise ValueError(f"engine_device={name!r} is not a device: set {here}.") from None
+            last = 0 if device.type == "cpu" else torch.accelerator.device_count() - 1
+            if device.type not in known or (device.index or 0) > last:
+                raise ValueError(f"engine_device={name!r} does not exist here: set {here}.")
 
     def _check_numbers(self):
         at_least = {

@@ -25,6 +25,7 @@ from trl_a3po.checks import check_prompt, check_prompt_ids, groups_per_batch
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.embedded.engine import TransformersEngine
 from trl_a3po.engines.protocol import Engine, SamplingSettings
+from trl_a3po.engines.several import SeveralEngines
 from trl_a3po.publish.collect import policy_parts, policy_spec
 from trl_a3po.publish.delivery import NUM_TEXTS, DeliveryCheck, KnownTokens, Policy
 from trl_a3po.publish.merged import merged_parts, merged_spec
@@ -160,7 +161,8 @@ class Session:
 
     def _check_delivery(self, trainer, version: int) -> DeliveryCheck:
         args = trainer.args
-        prompts = [tokenize_prompt(trainer, row) for row in itertools.islice(trainer.train_dataset, NUM_TEXTS)]
+        texts = max(NUM_TEXTS, len(args.engine_devices))  # one for each
+        prompts = [tokenize_prompt(trainer, row) for row in itertools.islice(trainer.train_dataset, texts)]
         check = DeliveryCheck(
             self.engine,
             self._policy,
@@ -260,7 +262,8 @@ def take_clock(trainer) -> TakeClock:
 
 
 def engine_slots(args: A3POConfig) -> int:
-    return args.engine_slots or min(args.generation_batch_size, MOST_SLOTS)
+    """Completions decoded at a time, on all devices of the engine together."""
+    return args.engine_slots or min(args.generation_batch_size, MOST_SLOTS * max(1, len(args.engine_devices)))
 
 
 def groups_in_engine(args: A3POConfig) -> int | None:
@@ -275,15 +278,20 @@ def build_engine(args: A3POConfig, device: torch.device) -> Engine:
     if not isinstance(args.engine, str):
         return args.engine
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return TransformersEngine(
-        slots=engine_slots(args),
-        kv_on_publish=args.kv_on_publish,
-        deterministic=args.deterministic,
-        max_prompt_tokens=args.engine_max_prompt_tokens,
-        device=torch.device(args.engine_device) if args.engine_device else device,
-        threads=args.engine_threads or max(1, cores // 2),
-        max_restarts=args.engine_restarts,
-    )
+    devices = [torch.device(name) for name in args.engine_devices] or [device]
+    engines = [
+        TransformersEngine(
+            slots=-(-engine_slots(args) // len(devices)),
+            kv_on_publish=args.kv_on_publish,
+            deterministic=args.deterministic,
+            max_prompt_tokens=args.engine_max_prompt_tokens,
+            device=on,
+            threads=args.engine_threads or max(1, cores // 2 // len(devices)),
+            max_restarts=args.engine_restarts,
+        )
+        for on in devices
+    ]
+    return engines[0] if len(engines) == 1 else SeveralEngines(engines)
 
 
 def engine_dtype(args: A3POConfig, model: nn.Module, mixed_precision: str) -> torch.dtype:
