@@ -1,5 +1,7 @@
 """The memory that carries weights from the trainer to the worker: one buffer, written by one, read by the other.
 
+On a GPU the buffer lies on the device where there is room for it beside the replica, else on the host.
+
 Guarantees: the buffer always has a place for every weight and keeps the last ones written, so a worker that starts
 late loads all of them from it; nothing touches a disk, and nothing is left behind, however either process ends: on
 the host it is anonymous memory that lives as long as a process has it open, on a GPU an allocation of the trainer's.
@@ -7,6 +9,7 @@ the host it is anonymous memory that lives as long as a process has it open, on 
 Whoever writes must know that nobody reads: the engine sees to that.
 """
 
+import logging
 import mmap
 import os
 import sys
@@ -19,6 +22,8 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from trl_a3po.publish.policy import WeightUpdate
+
+logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 256
 
@@ -48,7 +53,7 @@ class Staging:
         size = max(_ALIGNMENT, self.places[-1].start + self.places[-1].size if self.places else 0)
         self._device = device
         self._fd: int | None = None
-        if device.type == "cuda":
+        if device.type == "cuda" and _fits_twice(size, device):
             self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         else:
             self._fd = _anonymous_file(size)
@@ -92,6 +97,20 @@ def attach(handle: tuple[Any, ...]) -> dict[str, torch.Tensor]:
     opener, argument, places = handle
     buffer = _map(opener, argument) if isinstance(opener, int) else opener(*argument)
     return _views(buffer, places)
+
+
+def _fits_twice(size: int, device: torch.device) -> bool:
+    """Whether the device holds the buffer, the replica of the same size, and something to decode with."""
+    free, _ = torch.cuda.mem_get_info(device)
+    fits = 2 * size + size // 4 < free
+    if not fits:
+        logger.info(
+            "Weights of %.1f GiB reach the engine through the host: %s has %.1f GiB free, too little for two copies.",
+            size / 2**30,
+            device,
+            free / 2**30,
+        )
+    return fits
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
