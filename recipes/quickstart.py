@@ -171,9 +171,10 @@ def main():
     show(console, held_out, before, greedy_answers(trainer.model, tokenizer, held_out))
 
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    fifth = max(1, len(rewards) // 5)
-    first, last = sum(rewards[:fifth]) / fifth, sum(rewards[-fifth:]) / fifth
-    console.print(f"mean reward of the first fifth of the steps: {first:.2f}, of the last fifth: {last:.2f}")
+    if len(rewards) >= 10:
+        fifth = len(rewards) // 5
+        first, last = sum(rewards[:fifth]) / fifth, sum(rewards[-fifth:]) / fifth
+        console.print(f"mean reward of the first fifth of the steps: {first:.2f}, of the last fifth: {last:.2f}")
 
     folder = Path(arguments.output_dir)
     trainer.save_model(str(folder / "adapter"))

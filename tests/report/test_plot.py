@@ -1,5 +1,7 @@
 """The page of a run shows the numbers that were logged, and says what it leaves out."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from matplotlib.image import imread
@@ -46,9 +48,40 @@ def test_starting_the_engine_is_no_work_of_a_step():
     assert waiting_share(history(2, **{"a3po/time/engine_start": 2.0})) == pytest.approx(0.5)
 
 
-def test_many_steps_are_averaged_into_bars():
-    bars = axes_named(run_figure(history(600)), "Staleness").patches
-    assert len(bars) == 2 * 60 and {round(bar.get_height(), 6) for bar in bars} == {0.5}
+@pytest.mark.parametrize("steps", [61, 90, 119, 120, 600])
+def test_many_steps_are_averaged_into_at_most_60_equal_bars(steps):
+    bars = axes_named(run_figure(history(steps)), "Seconds a step").patches
+    widths = [bar.get_width() for bar in bars[: len(bars) // 3]]
+    assert len(widths) <= 60 and len({round(width, 9) for width in widths[:-1]}) == 1
+    assert {round(bar.get_height(), 6) for bar in bars} == {2.5, 0.5, 1.0}
+
+
+def test_the_staleness_panel_stacks_the_shares_and_draws_the_mean():
+    figure = run_figure(history(10))
+    shares = axes_named(figure, "Staleness").collections
+    assert [share.get_paths()[0].get_extents().height for share in shares] == pytest.approx([0.5, 0.5])
+    (mean,) = next(axes for axes in figure.axes if axes.texts and axes.texts[0].get_text() == "mean 1.5").lines
+    np.testing.assert_allclose(mean.get_ydata(), 1.5)
+
+
+def test_a_bar_that_leaves_the_page_says_how_tall_it_is():
+    entries = history(20)
+    entries[7]["step_time"] = 44.0
+    axes = axes_named(run_figure(entries), "Seconds a step")
+    assert axes.get_ylim()[1] < 44.0 and "44 s" in [text.get_text() for text in axes.texts]
+
+
+def test_tokens_clipped_low_and_high_are_apart():
+    words = {text.get_text() for text in axes_named(run_figure(history(20)), "Trust region").texts}
+    assert {"ESS 90.0%", "low 10.0%", "high 5.0%"} <= words
+
+
+def test_no_two_words_at_the_ends_of_lines_overlap():
+    figure = run_figure(history(20, **{"a3po/clip/low": 0.01, "a3po/clip/high": 0.011}))
+    figure.draw_without_rendering()
+    words = [t for t in axes_named(figure, "Trust region").texts if t.get_text().endswith("%")]
+    boxes = sorted((word.get_window_extent() for word in words), key=lambda box: box.y0)
+    assert all(lower.y1 <= upper.y0 for lower, upper in pairwise(boxes))
 
 
 @pytest.mark.parametrize("wait, verdict", [(0.1, "training-bound"), (0.8, "balanced"), (2.0, "generation-bound")])
@@ -57,13 +90,25 @@ def test_the_verdict_follows_from_the_time_waited(wait, verdict):
     assert any(f"waited {wait / 4:.0%} of the time: {verdict}" in text.get_text() for text in axes.texts)
 
 
-def test_what_was_not_logged_is_left_out_and_named():
-    entries = [{"step": 1, "reward": 0.5, "step_time": 1.0}, {"step": 2, "reward": 0.6, "step_time": 1.0}]
+@pytest.mark.parametrize(
+    "gone, panel",
+    [
+        ("reward", "Reward"),
+        ("a3po/staleness/mean", "Staleness"),
+        ("a3po/d", "Staleness"),
+        ("step_time", "Seconds a step"),
+        ("a3po/time/wait", "Seconds a step"),
+        ("a3po/clip/low", "Trust region"),
+    ],
+)
+def test_what_was_not_logged_is_left_out_and_named_and_the_rest_is_drawn(gone, panel):
+    entries = [{k: v for k, v in entry.items() if not k.startswith(gone)} for entry in history(5)]
     figure = run_figure(entries)
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["Reward"]
-    assert "a3po/staleness/mean" in figure._supxlabel.get_text()
+    drawn = {axes.get_title(loc="left") for axes in figure.axes} - {""}
+    assert drawn == {"Reward", "Staleness", "Seconds a step", "Trust region"} - {panel}
+    assert gone in figure._supxlabel.get_text()
 
 
-def test_a_run_without_rewards_is_refused():
-    with pytest.raises(ValueError, match="no entry with a reward"):
+def test_a_history_with_nothing_to_plot_is_refused():
+    with pytest.raises(ValueError, match="nothing to plot"):
         run_figure([{"loss": 1.0}])
