@@ -121,7 +121,8 @@ def train(arguments) -> None:
     memories = trainer._team.gather(memory)
     if trainer.is_world_process_zero():
         history = [entry for entry in trainer.state.log_history if "a3po/time/wait" in entry][2:]
-        mean = {name: sum(entry[name] for entry in history) / len(history) for name in history[0]}
+        names = ("a3po/time/wait", "a3po/time/publish", "a3po/time/blocked")
+        mean = {name: sum(entry[name] for entry in history) / len(history) for name in names}
         seconds = sum(step["step"] for step in steps[2:]) / len(steps[2:])
         tokens = arguments.completions * arguments.tokens
         result = {
