@@ -1,6 +1,8 @@
 """What `A3POConfig` keeps, changes and refuses."""
 
 import math
+import re
+from dataclasses import fields
 
 import pytest
 import torch
@@ -79,7 +81,7 @@ def test_trls_server_fields_name_the_engine():
 
 
 REFUSED = [
-    ({"schedule": "eager"}, "schedule='eager' is not known"),
+    ({"schedule": "eager"}, "schedule='eager' is not known: set one of 'async', 'sync', 'fixed_lag'."),
     ({"schedule": "periodic"}, "schedule='periodic' is not available"),
     ({"schedule": "fixed_lag", "num_iterations": 2, "max_staleness": 3}, "multiple of 2"),
     ({"schedule": "fixed_lag", "weight_sync_steps": 2, "max_staleness": 2}, "weight_sync_steps=1"),
@@ -131,6 +133,31 @@ def test_refused_with_what_to_set_instead(settings, message):
         config(**settings)
     assert message in str(error.value)
     assert "set" in str(error.value) or "must" in str(error.value) or "leave" in str(error.value).lower()
+
+
+def numeric_settings(annotation: str) -> list[tuple[str, bool]]:
+    """Fields of A3POConfig's own with this type, and whether None is their default."""
+    own = [f for f in fields(A3POConfig) if f.name not in {g.name for g in fields(GRPOConfig)}]
+    return [
+        (f.name, f.default is None) for f in own if str(getattr(f.type, "__name__", f.type)).startswith(annotation)
+    ]
+
+
+WHOLE, REAL = numeric_settings("int"), numeric_settings("float")
+WRONG = [(name, value) for name, _ in WHOLE for value in ("5", 1.0, True, [1])]
+WRONG += [(name, value) for name, _ in REAL for value in ("5", True, math.nan, [1.0])]
+WRONG += [(name, None) for name, optional in WHOLE + REAL if not optional]
+WRONG += [("temperature", value) for value in (None, "1", True)] + [("stall_timeout", math.inf)]
+
+
+def test_there_are_numeric_settings_of_both_kinds():
+    assert len(WHOLE) >= 10 and len(REAL) >= 6
+
+
+@pytest.mark.parametrize("name, value", WRONG, ids=[f"{name}={value!r}" for name, value in WRONG])
+def test_a_numeric_setting_of_a_wrong_type_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"{name}={re.escape(repr(value))} "):
+        config(**{name: value})
 
 
 def test_publishing_rarely_is_fine_within_the_bound():

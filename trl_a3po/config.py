@@ -6,7 +6,8 @@ meaning; the few defaults that differ say why in their help.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from trl import GRPOConfig
@@ -391,7 +392,8 @@ class A3POConfig(GRPOConfig):
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                raise ValueError(f"{name}={value!r} is not known: set one of {', '.join(map(repr, choices))}.")
+                available = [repr(choice) for choice in choices if (name, choice) not in NOT_YET]
+                raise ValueError(f"{name}={value!r} is not known: set one of {', '.join(available)}.")
         if isinstance(self.engine, str) and self.engine not in ("transformers", "vllm"):
             raise ValueError(
                 f"engine={self.engine!r} is not known: set 'transformers', 'vllm', or an object with the methods of "
@@ -455,25 +457,26 @@ class A3POConfig(GRPOConfig):
             "reward_workers": 0,
             "max_rejected_groups_in_a_row": 1,
         }
+        optional = {setting.name for setting in fields(self) if setting.default is None}
         for name, low in at_least.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+            if not ((type(value) is int and value >= low) or (value is None and name in optional)):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least {low}.")
-        for name in ("reward_timeout", "stall_timeout", "asympo_min_scale"):
+        for name in ("reward_timeout", "stall_timeout", "asympo_min_scale", "temperature"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value!r} must be above 0.")
-        if not 0 <= self.spo_negative_scale <= 1:
-            raise ValueError(f"spo_negative_scale={self.spo_negative_scale!r} must lie between 0 and 1.")
+            if not ((_is_number(value) and 0 < value < math.inf) or (value is None and name in optional)):
+                raise ValueError(f"{name}={value!r} must be a finite number above 0.")
+        if not (_is_number(self.spo_negative_scale) and 0 <= self.spo_negative_scale <= 1):
+            raise ValueError(f"spo_negative_scale={self.spo_negative_scale!r} must be a number from 0 to 1.")
+        if not _is_number(self.behavior_weight_cap):
+            raise ValueError(
+                f"behavior_weight_cap={self.behavior_weight_cap!r} must be a number above 1; set "
+                "behavior_weight_mode='none' for no cap."
+            )
         if self.behavior_weight_mode != "none" and not self.behavior_weight_cap > 1:
             raise ValueError(
                 f"behavior_weight_cap={self.behavior_weight_cap!r} would change tokens whose policies agree (w = 1): "
                 "set a cap above 1, or behavior_weight_mode='none' for no cap."
-            )
-        if not self.temperature > 0:
-            raise ValueError(
-                f"temperature={self.temperature!r} leaves nothing to sample and no log-prob to train on: set it above "
-                "0."
             )
         if self.deterministic and self.engine_max_prompt_tokens is None:
             raise ValueError(
@@ -490,7 +493,7 @@ class A3POConfig(GRPOConfig):
 
     def _check_reward_on_timeout(self):
         value = self.reward_on_timeout
-        if not math.isfinite(value):
+        if not (_is_number(value) and math.isfinite(value)):
             raise ValueError(f"reward_on_timeout={value!r} must be a finite number; None rejects the group.")
         if self.reward_timeout is None:
             raise ValueError(
@@ -587,3 +590,7 @@ class A3POConfig(GRPOConfig):
                 f"{bound} can never fill a batch, because the engine's weights would be older than allowed: set "
                 f"weight_sync_steps={steps}, or max_staleness={needed} or more."
             )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
