@@ -1,5 +1,6 @@
 """Runs with reward workers, with limits, and with groups dropped, rejected or changed: what is trained and counted."""
 
+import asyncio
 import os
 import threading
 import time
@@ -198,10 +199,57 @@ def test_a_hanging_reward_in_the_thread_ends_the_run_and_names_the_setting(model
         return [0.0] * len(completion_ids)
 
     try:
-        with pytest.raises(StallError, match=r"longer than reward_timeout=0.5 s.* Set reward_workers=1 or more"):
+        with pytest.raises(
+            StallError, match=r"longer than reward_timeout=0.5 s.*'hangs'.*set reward_workers=1 or more"
+        ):
             build(model_path, tmp_path, reward_funcs=hangs, reward_timeout=0.5).train()
     finally:
         release.set()
+
+
+def test_a_hanging_async_reward_ends_in_the_report_too(model_path, tmp_path):
+    async def hangs(**kwargs):
+        await asyncio.sleep(3600)
+
+    with pytest.raises(StallError, match=r"stall_timeout.*'hangs'.*set reward_workers=1 or more and a reward_timeout"):
+        build(model_path, tmp_path, reward_funcs=hangs, stall_timeout=1.0).train()
+
+
+@pytest.mark.parametrize("limit", ["reward_timeout", "stall_timeout"])
+def test_a_reward_that_hangs_in_an_evaluation_ends_the_run_and_names_the_settings(model_path, tmp_path, limit):
+    release = threading.Event()
+
+    def hangs_later(completion_ids, **kwargs):
+        if threading.current_thread().name != "a3po reward thread":
+            release.wait(60)
+        return [len(ids) for ids in completion_ids]
+
+    trainer = build(
+        model_path, tmp_path, reward_funcs=hangs_later, eval_dataset=tiny_prompts(4), max_steps=2,
+        eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, **{limit: 1.0},
+    )  # fmt: skip
+    try:
+        with pytest.raises(
+            StallError, match=rf"{limit}=1 s.*'hangs_later'.*reward_workers=1 or more and a reward_timeout"
+        ):
+            trainer.train()
+    finally:
+        release.set()
+
+
+def test_a_function_that_always_hangs_is_told_of_reward_timeout(model_path, tmp_path):
+    def always():
+        def hangs(**kwargs):
+            time.sleep(3600)
+
+        return hangs
+
+    trainer = build(
+        model_path, tmp_path, reward_funcs=always(), reward_workers=1, reward_timeout=0.5,
+        max_rejected_groups_in_a_row=1,
+    )  # fmt: skip
+    with pytest.raises(StallError, match=r"reward timeout in 'hangs'.*within reward_timeout=0.5 s, or raise"):
+        trainer.train()
 
 
 def test_an_error_in_a_worker_ends_the_run_and_the_workers(model_path, tmp_path):

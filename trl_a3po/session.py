@@ -94,6 +94,7 @@ class Session:
             score_threads=max(1, args.reward_workers),
             score_timeout=None if isinstance(self._scorer, RewardWorkers) else args.reward_timeout,
             interrupt_score=self._scorer.close if isinstance(self._scorer, RewardWorkers) else None,
+            describe_score=self._scorer.describe,
             while_waiting=trainer._team.keep_waiting,
         )
         try:
@@ -144,7 +145,8 @@ class Session:
         sampled = self.queue.sample([p.token_ids for p in prompts], size, first_noise_key=self.evaluation_noise)
         self.evaluation_noise += len(prompts)
         groups = [Group(p, rollouts, None, version) for p, rollouts in zip(prompts, sampled, strict=True)]
-        for group, score in zip(groups, self._scorer.score_all(groups), strict=True):
+        scores = self._scorer.score_all(groups, trainer._team.keep_waiting)
+        for group, score in zip(groups, scores, strict=True):
             unscored = [[math.nan] * len(trainer.reward_funcs)] * size
             group.score = score if isinstance(score, Score) else Score(unscored)
         return groups
@@ -234,7 +236,14 @@ def build_scorer(trainer, state: Callable[[Group], TrainerState]) -> RewardScore
     args, functions = trainer.args, reward_functions(trainer)
     decode = CompletionDecoder(trainer.processing_class)
     if not args.reward_workers or not any(functions):
-        return RewardScorer(functions, trainer.reward_func_names, decode, state)
+        return RewardScorer(
+            functions,
+            trainer.reward_func_names,
+            decode,
+            state,
+            timeout=args.reward_timeout,
+            stall_timeout=args.stall_timeout,
+        )
     return RewardWorkers(
         functions,
         trainer.reward_func_names,

@@ -258,7 +258,7 @@ class QueueCore:
                     "schedule='fixed_lag' cannot replace it: its batch was sampled as one. Accept it, or set "
                     "schedule='async'."
                 )
-            self._reject(item, result.reason)
+            self._reject(item, result.reason, result.remedy)
             return
         if isinstance(result, Group):
             item.group = result
@@ -446,16 +446,16 @@ class QueueCore:
         for item in list(self.order):
             old = item.oldest is not None and version - item.oldest > self.plan.max_staleness
             if old and item.stage == "ready":
-                self._reject(item, "older than max_staleness")
+                self._reject(item, "older than max_staleness", "raise max_staleness")
 
-    def _reject(self, item: Outstanding, reason: str) -> None:
+    def _reject(self, item: Outstanding, reason: str, remedy: str) -> None:
         self._leave(item, "rejected", reason)
         self._rejected_in_a_row += 1
         if self._rejected_in_a_row > self.max_rejected_in_a_row:
             raise StallError(
                 f"{self._rejected_in_a_row} groups in a row were rejected, the last one because: {reason}. "
-                f"No batch can be filled this way (max_rejected_groups_in_a_row={self.max_rejected_in_a_row}): loosen "
-                "what rejects them, or choose prompts it keeps."
+                f"No batch can be filled this way (max_rejected_groups_in_a_row={self.max_rejected_in_a_row}): "
+                f"{remedy}."
             )
 
     def _leave(

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 ENGINE_POLL_SECONDS = 0.02  # how late a publish opens submission while the engine has work
 WAITING_TOLD_SECONDS = 10.0
+OVERDUE_CLOSE_SECONDS = 0.5  # for a score that is known to hang
 IDLE_POLL_SECONDS = 0.5  # how late a dead engine is noticed while it has none
 
 
@@ -62,6 +63,7 @@ class GenerationQueue:
         score_threads: threads that score, a group each.
         score_timeout: seconds scoring a group may take before a `take` that waits raises `StallError`.
         interrupt_score: has scores under way end early, with whatever error; called by `close`.
+        describe_score: what the reward functions are at and what would help if they hang, for a report; or empty.
         while_waiting: called by a main thread that waits, every now and then, at least every 20 seconds.
     """
 
@@ -85,6 +87,7 @@ class GenerationQueue:
         score_threads: int = 1,
         score_timeout: float | None = None,
         interrupt_score: Callable[[], None] | None = None,
+        describe_score: Callable[[], str] = lambda: "",
         while_waiting: Callable[[], None] = lambda: None,
     ):
         _require_positive(num_rollouts=num_rollouts, max_attempts=max_attempts, stall_timeout=stall_timeout)
@@ -101,6 +104,7 @@ class GenerationQueue:
         self._score_threads = score_threads
         self._score_timeout = score_timeout
         self._interrupt_score = interrupt_score
+        self._describe_score = describe_score
         self._while_waiting = while_waiting
         self._waiting_told = time.monotonic()
         self._core = QueueCore(
@@ -250,17 +254,20 @@ class GenerationQueue:
             self._changed.notify_all()
         if self._interrupt_score is not None:
             self._interrupt_score()
-        deadline = time.monotonic() + self._close_timeout
+        with self._changed:
+            overdue = self._core.scoring_seconds() >= (self._score_timeout or self._stall_timeout)
+        patience = min(OVERDUE_CLOSE_SECONDS, self._close_timeout) if overdue else self._close_timeout
+        deadline = time.monotonic() + patience
         for thread in self._threads:
             if thread is threading.current_thread():
                 continue
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 logger.warning(
-                    "The %s did not end within close_timeout=%s s and is abandoned: the engine's wait or a reward "
-                    "function does not return.",
+                    "The %s did not end within %s s and is abandoned: the engine's wait or a reward function does not "
+                    "return.",
                     thread.name,
-                    self._close_timeout,
+                    patience,
                 )
         with self._changed:
             self._core.close()
@@ -345,12 +352,12 @@ class GenerationQueue:
         overdue; the caller holds the lock."""
         quiet = time.monotonic() - max(began, self._last_progress)
         if quiet >= self._stall_timeout:
-            raise StallError(stall_report(self.status(), quiet))
+            raise StallError(stall_report(self.status(), quiet, self._describe_score()))
         longest = self._stall_timeout - quiet
         if self._score_timeout is not None:
             scoring = self._core.scoring_seconds()
             if scoring >= self._score_timeout:
-                raise StallError(overdue_report(self.status(), scoring, self._score_timeout))
+                raise StallError(overdue_report(self.status(), scoring, self._score_timeout, self._describe_score()))
             longest = min(longest, self._score_timeout - scoring)
         self._changed.wait(min(longest, WAITING_TOLD_SECONDS))
 

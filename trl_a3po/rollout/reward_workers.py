@@ -12,7 +12,7 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import cloudpickle
@@ -21,7 +21,7 @@ from trl_a3po.engines.embedded.process import WorkerProcess
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.rollout.outcomes import Rejection
 from trl_a3po.rollout.records import Group, Score
-from trl_a3po.rollout.rewards import is_async
+from trl_a3po.rollout.rewards import WAITING_SECONDS, is_async
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +122,26 @@ class RewardWorkers:
         finally:
             self._give_back(worker)
 
-    def score_all(self, groups: Sequence[Group]) -> list[Score | Rejection]:
+    def describe(self) -> str:
+        """What would help if the functions hang; empty if no worker is busy. From any thread."""
+        with self._changed:
+            busy = len(self._busy)
+        if not busy:
+            return ""
+        advice = (
+            "set a reward_timeout below stall_timeout, at which a hanging function is killed"
+            if self._timeout is None
+            else f"set stall_timeout above reward_timeout={self._timeout:g}, or lower that"
+        )
+        return f"{busy} of {self._number} reward workers are at a group: {advice}."
+
+    def score_all(
+        self, groups: Sequence[Group], while_waiting: Callable[[], None] = lambda: None
+    ) -> list[Score | Rejection]:
         """Score groups, as many at a time as there are workers.
+
+        Args:
+            while_waiting: called every now and then, at least every 20 seconds.
 
         Raises:
             StallError: no reward came for `stall_timeout` seconds.
@@ -131,13 +149,7 @@ class RewardWorkers:
         pool = ThreadPoolExecutor(self._number)
         try:
             futures = [pool.submit(self, group) for group in groups]
-            return [future.result(self._stall_timeout) for future in futures]
-        except TimeoutError:
-            raise StallError(
-                f"No reward has come for stall_timeout={self._stall_timeout:g} s, and reward_timeout="
-                f"{self._timeout}: set a reward_timeout below stall_timeout, at which a hanging reward function is "
-                "killed."
-            ) from None
+            return [self._result(future, while_waiting) for future in futures]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -157,6 +169,20 @@ class RewardWorkers:
         with self._changed:
             self._changed.wait_for(lambda: not self._busy, CLOSE_SECONDS + ABORT_SECONDS)
         self._starter.shutdown(wait=False)
+
+    def _result(self, future: "Future[Score | Rejection]", while_waiting: Callable[[], None]) -> Score | Rejection:
+        deadline = time.monotonic() + self._stall_timeout
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                return future.result(min(left, WAITING_SECONDS))
+            except TimeoutError:
+                if left == 0.0:
+                    raise StallError(
+                        f"An evaluation's reward has not come for stall_timeout={self._stall_timeout:g} s. "
+                        f"{self.describe()}"
+                    ) from None
+            while_waiting()
 
     # --- one group ----------------------------------------------------------------------------------------------
 
@@ -238,13 +264,18 @@ class RewardWorkers:
             worker.process.last_words or "(nothing)",
         )
         if self._on_timeout is None:
-            return Rejection(reason)
+            return Rejection(reason, self._remedy(gone))
         columns = gone.columns | {column: [self._on_timeout] * len(group.rollouts) for column in missing}
         rewards = [
             [columns[column][row] if column in columns else float("nan") for column in range(len(self._names))]
             for row in range(len(group.rollouts))
         ]
         return Score(rewards, seconds=gone.seconds)
+
+    def _remedy(self, gone: "_Gone") -> str:
+        if gone.overdue:
+            return f"have the function end within reward_timeout={self._timeout:g} s, or raise reward_timeout"
+        return "find out why the function ends its process (memory, an exit), or set reward_on_timeout"
 
     # --- the workers --------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 Guarantees: each function is called once per group, with the keyword arguments GRPOTrainer documents; synchronous and
 `async def` functions keep their state between calls (same process, same event loop); what they return is one finite
-number or `None` per completion, or a `RewardError` names the function and what it did.
+number or `None` per completion, or a `RewardError` names the function and what it did. A function that hangs holds
+the thread that called it, and nobody else for longer than `score_all`'s limit.
 """
 
 import asyncio
@@ -12,10 +13,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from trl_a3po.errors import RewardError
+from trl_a3po.errors import RewardError, StallError
 from trl_a3po.rollout.records import Group, Score
+from trl_a3po.rollout.stacks import thread_stacks
 
 
 class RewardScorer:
@@ -29,6 +32,8 @@ class RewardScorer:
         state: group -> the snapshot of the trainer's state that its reward functions get.
         on_column: called with a column's number and its G rewards as soon as they are known; the `async def`
             functions' come together, after the others.
+        timeout: seconds the functions may take for one group of `score_all`; `None` is `stall_timeout`.
+        stall_timeout: the limit where there is no `timeout`.
     """
 
     def __init__(
@@ -38,18 +43,40 @@ class RewardScorer:
         decode: Callable[[Group], list[Any]],
         state: Callable[[Group], Any],
         on_column: Callable[[int, list[float]], None] | None = None,
+        timeout: float | None = None,
+        stall_timeout: float = 600.0,
     ):
         self._funcs = list(funcs)
         self._names = list(names)
         self._decode = decode
         self._state = state
         self._on_column = on_column
+        self._limit_name = "stall_timeout" if timeout is None else "reward_timeout"
+        self._limit = stall_timeout if timeout is None else timeout
         self._runner: asyncio.Runner | None = None
         self._one_at_a_time = threading.Lock()
+        self._began: float | None = None  # with the group being scored
+        self._running: list[int] = []  # the columns being computed
 
     def __call__(self, group: Group) -> Score:
         with self._one_at_a_time:
-            return self._score(group)
+            self._began = time.monotonic()
+            try:
+                return self._score(group)
+            finally:
+                self._began = None
+                self._running = []
+
+    def describe(self) -> str:
+        """Which function is at work and what would help if it hangs; empty if none is. From any thread."""
+        began, names = self._began, " and ".join(f"'{self._names[column]}'" for column in self._running)
+        if began is None or not names:
+            return ""
+        return (
+            f"The reward function {names} has been running for {time.monotonic() - began:.1f} s, in a thread, which "
+            "cannot be interrupted: set reward_workers=1 or more and a reward_timeout, at which it is killed and "
+            "replaced, or, if it needs that long, raise stall_timeout and reward_timeout."
+        )
 
     def _score(self, group: Group) -> Score:
         started = time.perf_counter()
@@ -81,23 +108,67 @@ class RewardScorer:
         score.seconds = time.perf_counter() - started
         return score
 
-    def score_all(self, groups: Sequence[Group]) -> list[Score]:
-        """Score groups, one after the other."""
-        return [self(group) for group in groups]
+    def score_all(self, groups: Sequence[Group], while_waiting: Callable[[], None] = lambda: None) -> list[Score]:
+        """Score groups, one after the other, in a thread of their own.
+
+        Args:
+            while_waiting: called every now and then, at least every 20 seconds.
+
+        Raises:
+            StallError: the functions were at one group for longer than `timeout`, or else `stall_timeout`.
+            RewardError: as for one group.
+        """
+        futures: list[Future[Score]] = [Future() for _ in groups]
+        # Daemonic: a hung function shall not keep the process from ending.
+        thread = threading.Thread(
+            target=self._score_into, args=(groups, futures), name="a3po evaluation rewards", daemon=True
+        )
+        thread.start()
+        return [self._result(future, while_waiting) for future in futures]
 
     def close(self) -> None:
-        """Close the event loop of the `async def` functions, if one was started. Idempotent."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            runner.close()
+        """Close the event loop of the `async def` functions, if one was started and none is hanging. Idempotent."""
+        if not self._one_at_a_time.acquire(timeout=CLOSE_SECONDS):
+            return  # the loop is running, in a thread that was abandoned
+        try:
+            runner, self._runner = self._runner, None
+            if runner is not None:
+                runner.close()
+        finally:
+            self._one_at_a_time.release()
+
+    def _score_into(self, groups: Sequence[Group], futures: "list[Future[Score]]") -> None:
+        for group, future in zip(groups, futures, strict=True):
+            try:
+                future.set_result(self(group))
+            except BaseException as error:  # a function's SystemExit would otherwise end the thread in silence
+                future.set_exception(error)
+                return
+
+    def _result(self, future: "Future[Score]", while_waiting: Callable[[], None]) -> Score:
+        while True:
+            # Another thread's group may be in the functions' hands first.
+            began = self._began
+            running = 0.0 if began is None else time.monotonic() - began
+            try:
+                return future.result(min(max(0.0, self._limit - running), WAITING_SECONDS))
+            except TimeoutError:
+                if running >= self._limit:
+                    raise StallError(
+                        f"An evaluation's rewards have taken longer than {self._limit_name}={self._limit:g} s for "
+                        f"one group. {self.describe()}\n{thread_stacks()}"
+                    ) from None
+            while_waiting()
 
     def _call(self, kwargs: dict[str, Any]) -> Iterator[tuple[int, Any]]:
         """What each function returned, by column; the `async def` ones run last and at the same time."""
         pending = {i: func for i, func in enumerate(self._funcs) if func is not None and is_async(func)}
         for i, func in enumerate(self._funcs):
             if func is not None and i not in pending:
+                self._running = [i]
                 yield i, self._guarded(i, lambda func=func: func(**kwargs))
         if pending:
+            self._running = list(pending)
 
             async def gather():
                 return await asyncio.gather(*(func(**kwargs) for func in pending.values()), return_exceptions=True)
@@ -158,6 +229,8 @@ class RewardScorer:
         return number
 
 
+CLOSE_SECONDS = 1.0  # for a group that is being scored
+WAITING_SECONDS = 10.0
 RESERVED = ("prompt", "completion", "completion_ids")
 
 

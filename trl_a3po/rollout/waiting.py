@@ -1,11 +1,9 @@
 """Why the queue waits: a snapshot for any thread, and the report of a wait that reached its limit."""
 
-import sys
-import threading
-import traceback
 from dataclasses import dataclass
 
 from trl_a3po.rollout.core import Outstanding, QueueCore
+from trl_a3po.rollout.stacks import thread_stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,30 +142,27 @@ def starved(core: QueueCore) -> str | None:
     )
 
 
-def stall_report(status: QueueStatus, seconds: float) -> str:
-    """The message of a `StallError` after `seconds` without an event."""
-    return (
-        f"Nothing has happened for {seconds:.1f} s (stall_timeout): {status.consumer}. If the engine or the reward "
-        f"functions need longer than that for one group, raise stall_timeout.\n{status}\n{thread_stacks()}"
+def stall_report(status: QueueStatus, seconds: float, scoring: str) -> str:
+    """The message of a `StallError` after `seconds` without an event; `scoring` is what the reward functions are at,
+    and what would help, or empty."""
+    advice = (
+        scoring or "If the engine or the reward functions need longer than that for one group, raise stall_timeout."
     )
-
-
-def overdue_report(status: QueueStatus, seconds: float, limit: float) -> str:
-    """The message of a `StallError` while a group has been scored for `seconds` in a thread."""
     return (
-        f"The reward functions have been at one group for {seconds:.1f} s, longer than reward_timeout={limit:g} s, "
-        f"and a thread cannot be interrupted: {status.consumer}. Set reward_workers=1 or more, which runs them in "
-        "processes that are killed at reward_timeout and replaced, or raise reward_timeout.\n"
+        f"Nothing has happened for {seconds:.1f} s (stall_timeout): {status.consumer}. {advice}\n"
         f"{status}\n{thread_stacks()}"
     )
 
 
-def thread_stacks() -> str:
-    """The stack of every thread of this process, innermost call last."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"stack of {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
-        for ident, frame in sys._current_frames().items()
+def overdue_report(status: QueueStatus, seconds: float, limit: float, scoring: str) -> str:
+    """The message of a `StallError` while a group has been scored for `seconds` in a thread."""
+    advice = scoring or (
+        "Set reward_workers=1 or more, which runs the reward functions in processes that are killed at reward_timeout "
+        "and replaced, or raise reward_timeout."
+    )
+    return (
+        f"The reward functions have been at one group for {seconds:.1f} s, longer than reward_timeout={limit:g} s: "
+        f"{status.consumer}. {advice}\n{status}\n{thread_stacks()}"
     )
 
 

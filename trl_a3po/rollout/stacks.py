@@ -1,0 +1,14 @@
+"""Where every thread of this process is, for a report. Imports nothing heavy: reward workers have it too."""
+
+import sys
+import threading
+import traceback
+
+
+def thread_stacks() -> str:
+    """The stack of every thread of this process, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"stack of {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for ident, frame in sys._current_frames().items()
+    )
