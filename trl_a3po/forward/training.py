@@ -1,0 +1,221 @@
+"""`TrainingForward`: the trainer's log-probs with no wasted tokens, or TRL's padded forward where that is not known to
+be the same.
+
+Guarantees: one forward of the model for each of TRL's, whatever is packed or shared and on whatever rank; results of
+the shapes and with the zeros that TRL's have; current, old and reference log-probs take the same way, so that their
+differences are not those of two kernels; every reason to run padded is said once.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+from trl import GRPOConfig
+
+from trl_a3po.forward import arrange, cost
+from trl_a3po.forward.attention import install
+from trl_a3po.forward.layout import PackedBatch, lengths, pack, prompt_mates
+from trl_a3po.forward.packed import packed_logps
+from trl_a3po.forward.self_check import check_rows, verdicts
+from trl_a3po.forward.support import packing_refusal
+from trl_a3po.publish.collect import base_model
+
+logger = logging.getLogger(__name__)
+
+Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+class TrainingForward:
+    """Stands in front of TRL's `_get_per_token_logps_and_entropies`.
+
+    Args:
+        args: `packed_forward` and `shared_prompt` decide.
+        accelerator: the trainer's.
+        models: the policy, and the reference model if there is one of its own.
+
+    Raises:
+        ValueError: `packed_forward="on"` or `shared_prompt="on"` for a model that can only be run padded.
+    """
+
+    def __init__(self, args: GRPOConfig, accelerator: Accelerator, models: list[torch.nn.Module]):
+        self._args = args
+        self._accelerator = accelerator
+        self._checked: set[int] = set()  # models, by id
+        self._told = False
+        self.refusal = self._refusal(models)
+        self.tokens_padded = self.tokens_run = 0  # of the last call
+        if self.refusal is None:
+            for model in models:
+                install(base_model(accelerator.unwrap_model(model)))
+
+    def _refusal(self, models: list[torch.nn.Module]) -> str | None:
+        """Why every forward is padded; `None` when none has to be."""
+        if self._args.packed_forward == "off":
+            return "packed_forward='off'"
+        compiled = self._args.torch_compile
+        refusals = [packing_refusal(self._accelerator.unwrap_model(model), compiled=compiled) for model in models]
+        refusal = next((why for why in refusals if why is not None), None)
+        if refusal is not None:
+            self._run_padded(refusal, ValueError)
+        return refusal
+
+    def _run_padded(self, why: str, error: type[Exception]) -> None:
+        """Say that forwards are padded from now on, or raise if the settings demand otherwise."""
+        for name in ("packed_forward", "shared_prompt"):
+            if getattr(self._args, name) == "on":
+                raise error(f"{name}='on' cannot hold: {why}. Set {name}='auto' to run padded.")
+        logger.warning("Training forwards run padded: %s.", why)
+
+    def __call__(
+        self,
+        padded: Callable[..., Outputs],
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **multimodal: Any,
+    ) -> Outputs:
+        """What `padded`, TRL's method, returns for the arguments after it."""
+        self.tokens_padded = self.tokens_run = input_ids.numel()
+        if compute_aux_loss or any(value is not None for value in multimodal.values()):
+            self.refusal = self.refusal or "the loss needs more of the model than log-probs"
+        if self.refusal is None:
+            self._check(padded, model, input_ids, attention_mask, logits_to_keep)
+        if self.refusal is not None:
+            return padded(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                compute_aux_loss=compute_aux_loss,
+                **multimodal,
+            )
+        self.tokens_run = 0
+        step = batch_size or len(input_ids)
+        parts = [
+            self._forward(padded, model, input_ids[rows], attention_mask[rows], logits_to_keep, compute_entropy)
+            for rows in (slice(start, start + step) for start in range(0, len(input_ids), step))
+        ]
+        logps = torch.cat([logps for logps, _ in parts])
+        return logps, torch.cat([entropy for _, entropy in parts]) if compute_entropy else None, None
+
+    def _forward(self, padded, model, input_ids, attention_mask, width: int, compute_entropy: bool):
+        packed = self._layout(base_model(self._accelerator.unwrap_model(model)), input_ids, attention_mask, width)
+        if packed is None:  # nothing to score, but other ranks run a forward
+            self.tokens_run += input_ids.numel()
+            return padded(model, input_ids, attention_mask, width, compute_entropy=compute_entropy)[:2]
+        self.tokens_run += packed.row.tokens
+        outputs = self._run(model, input_ids, packed, width)
+        if not self._told:
+            self._told = True
+            logger.info(
+                "Training forwards are packed, attention by %s; shared_prompt=%r.",
+                packed.row.cache["kernel"],
+                self._args.shared_prompt,
+            )
+        return outputs
+
+    def _run(self, model, input_ids: torch.Tensor, packed: PackedBatch, width: int):
+        base = base_model(self._accelerator.unwrap_model(model))
+        with self._accelerator.autocast():
+            return packed_logps(model, base, input_ids, packed, width)
+
+    def _layout(
+        self, base: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
+    ) -> PackedBatch | None:
+        ids, mask = input_ids.cpu(), attention_mask.cpu()
+        apart = pack(mask, width)
+        if apart is None or self._args.shared_prompt == "off":
+            return apart
+        shared = pack(mask, width, prompt_mates(ids, mask, width))
+        if not shared.row.shared or self._args.shared_prompt == "on":
+            return shared
+        if input_ids.is_cuda and shared.row.longest > shortest_window(base.config):
+            return apart  # the kernels cannot slide a window over a prompt that is shared
+        shape = cost.ModelShape.of(base.config)
+        gain = cost.sharing_gain(shape, apart.row, shared.row, len(shared.scoring))
+        return shared if gain >= cost.LEAST_GAIN else apart
+
+    # --- the first batch ----------------------------------------------------------------------------------------
+
+    def _check(self, padded, model, input_ids, attention_mask, width: int) -> None:
+        """Run padded from now on unless both layouts give this model's padded log-probs, on every rank."""
+        inner = self._accelerator.unwrap_model(model)
+        if id(inner) in self._checked:
+            return
+        self._checked.add(id(inner))
+        ids, mask = check_rows(input_ids, attention_mask, width)
+        mates = prompt_mates(ids.cpu(), mask.cpu(), width)
+        half = (
+            base_model(inner).dtype in (torch.bfloat16, torch.float16)
+            or self._accelerator.mixed_precision in ("bf16", "fp16")
+            or torch.get_float32_matmul_precision() != "highest"
+        )
+        found = verdicts(
+            inner,
+            lambda ids, mask: padded(model, ids, mask, width)[0],
+            {
+                "packed": lambda ids, mask: self._run(model, ids, pack(mask.cpu(), width), width)[0],
+                "shared prompt": lambda ids, mask: self._run(model, ids, pack(mask.cpu(), width, mates), width)[0],
+            },
+            ids,
+            mask,
+            width,
+            half=half,
+        )
+        failed = torch.tensor(float(not all(verdict.holds for verdict in found)), device=input_ids.device)
+        if self._accelerator.reduce(failed, "sum").item():
+            self.refusal = "the self-check failed; " + "; ".join(map(str, found))
+            self._run_padded(self.refusal, RuntimeError)
+
+    # --- micro-batches ------------------------------------------------------------------------------------------
+
+    def arranged(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches of a generation batch with rows exchanged among those of one optimizer step, so that
+        completions of one prompt are together and costs are even; the same ones when that could change a gradient."""
+        args = self._args
+        if self.refusal is not None or not arrange.sums_over_rows(args):
+            return slices
+        together = arrange.micro_batches_of_a_step(len(slices), args.gradient_accumulation_steps)
+        steps = [slices[start : start + together] for start in range(0, len(slices), together)]
+        return [part for step in steps for part in (self._arranged_step(step) if together > 1 else step)]
+
+    def _arranged_step(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        rows = len(slices[0]["prompt_ids"])
+        ids, mask = (
+            torch.cat([torch.cat([part[f"prompt_{name}"], part[f"completion_{name}"]], 1) for part in slices]).cpu()
+            for name in ("ids", "mask")
+        )
+        width = slices[0]["completion_ids"].shape[1]
+        costs = [sum(tokens) for tokens in zip(*lengths(mask, width), strict=True)]
+        shares = self._args.shared_prompt != "off"
+        mates = prompt_mates(ids, mask, width) if shares else [[row] for row in range(len(ids))]
+        order = torch.tensor(arrange.arrange(costs, mates, rows))
+        return [take_rows(slices, order[start : start + rows]) for start in range(0, len(order), rows)]
+
+
+def take_rows(slices: list[dict[str, Any]], rows: torch.Tensor) -> dict[str, Any]:
+    """A micro-batch of the rows numbered `rows` over all of `slices`; what is not by row is the first slice's."""
+    return {
+        name: torch.cat([part[name] for part in slices])[rows.to(value.device)]
+        if isinstance(value, torch.Tensor) and value.ndim
+        else value
+        for name, value in slices[0].items()
+    }
+
+
+def shortest_window(config: Any) -> float:
+    """The sliding window of a model's layers, infinite without one."""
+    config = config.get_text_config()
+    layers = getattr(config, "layer_types", None)
+    slides = layers is None or "sliding_attention" in layers
+    window = getattr(config, "sliding_window", None) if slides else None
+    return float("inf") if window is None else window

@@ -1,0 +1,208 @@
+"""Attention over a packed row with the FlashAttention kernels that torch ships, on CUDA in bfloat16 and float16.
+
+Guarantees: as many pairs are computed as the segments see, none of them twice and without a mask in memory. Every
+segment attends to itself in one call; what continues shared prompts attends to them in a second one, and the two
+partial results are merged by their log-sum-exps:
+
+    l = log(exp(l₁) + exp(l₂)),   o = exp(l₁ - l)·o₁ + exp(l₂ - l)·o₂
+
+The backward of each call takes the merged `o` and `l`, from which the kernel rebuilds the probabilities of the whole
+softmax, `exp(q·k - l)`; so the two calls' gradients simply add up.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from trl_a3po.forward.layout import PackedRow
+
+HALF = (torch.bfloat16, torch.float16)
+MOST_HEAD_DIM = 256
+
+
+def varlen_refusal(query: torch.Tensor, row: PackedRow, window: int | None) -> str | None:
+    """Why the kernels cannot attend `row` with `query` `(1, H, N, D)`; `None` if they can."""
+    if not query.is_cuda or torch.version.hip is not None:
+        return "no CUDA device"
+    if torch.cuda.get_device_capability(query.device) < (8, 0):
+        return "a CUDA device older than Ampere"
+    if query.dtype not in HALF:
+        return f"dtype {query.dtype}"
+    if query.shape[-1] > MOST_HEAD_DIM or query.shape[-1] % 8:
+        return f"head dimension {query.shape[-1]}"
+    if max(segment.length for segment in row.segments) == 1:
+        return "sequences of one token"
+    if row.shared and window is not None and row.longest > window:
+        return f"a shared prompt with a sliding window of {window}, shorter than a sequence of {row.longest} tokens"
+    return None
+
+
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    row: PackedRow,
+    scaling: float,
+    window: int | None,
+) -> torch.Tensor:
+    """`(1, H, N, D)` queries, `(1, H_kv, N, D)` keys and values -> `(1, N, H, D)`."""
+    if "plan" not in row.cache:
+        row.cache["plan"] = VarlenPlan.of(row, query.device)
+    plan = row.cache["plan"]
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    inert = window is None or row.longest <= window
+    return MergedAttention.apply(q, k, v, plan, scaling, None if inert else window, FLASH)[None]
+
+
+class Spans(NamedTuple):
+    """Where consecutive spans begin and the last one ends, `(n + 1,)` int32, and the longest one."""
+
+    bounds: torch.Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, sizes: list[int], device: torch.device) -> "Spans":
+        return cls(torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32), max(sizes))
+
+
+@dataclass(frozen=True, eq=False)
+class VarlenPlan:
+    """A packed row as the kernels take it.
+
+    Args:
+        own: spans of the segments.
+        prompts: spans of the shared prompts, which are the row's first tokens; `None` without any.
+        continuing: spans of what continues each of them, in the same order.
+        prompt_tokens: place of the shared prompts in the row.
+        continuing_tokens: place of what continues them.
+    """
+
+    own: Spans
+    prompts: Spans | None = None
+    continuing: Spans | None = None
+    prompt_tokens: slice = slice(0, 0)
+    continuing_tokens: slice = slice(0, 0)
+
+    @classmethod
+    def of(cls, row: PackedRow, device: torch.device) -> "VarlenPlan":
+        own = Spans.of([segment.length for segment in row.segments], device)
+        if not row.shared:
+            return cls(own)
+        prompts = [row.segments[number].length for number in range(row.shared)]
+        continuing = [0] * row.shared
+        for segment in row.segments:
+            if segment.prefix is not None:
+                continuing[segment.prefix] += segment.length
+        first = next(segment.start for segment in row.segments if segment.prefix is not None)
+        return cls(
+            own,
+            Spans.of(prompts, device),
+            Spans.of(continuing, device),
+            slice(0, sum(prompts)),
+            slice(first, first + sum(continuing)),
+        )
+
+
+class Kernels(NamedTuple):
+    """Attention of spans of queries `(N, H, D)` to spans of keys and values `(K, H_kv, D)`, and its gradient.
+
+    Args:
+        forward: `(q, k, v, query_spans, key_spans, causal, scaling, window) -> (o, l)` with `l` `(H, N)` float32.
+        backward: `(grad_o, q, k, v, o, l, query_spans, key_spans, causal, scaling, window) -> (dq, dk, dv)`.
+    """
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+class MergedAttention(torch.autograd.Function):
+    """Attention over the spans of a `VarlenPlan`: `(N, H, D)` queries, `(N, H_kv, D)` keys, values -> `(N, H, D)`."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, plan: VarlenPlan, scaling: float, window: int | None, kernels: Kernels):
+        o, l = kernels.forward(q, k, v, plan.own, plan.own, True, scaling, window)
+        if plan.prompts is not None:
+            prompt, tail = plan.prompt_tokens, plan.continuing_tokens
+            to_prompt, l_prompt = kernels.forward(
+                q[tail], k[prompt], v[prompt], plan.continuing, plan.prompts, False, scaling, None
+            )
+            l_own = l[:, tail]
+            l_both = torch.logaddexp(l_own, l_prompt)
+            share = (l_prompt - l_both).exp().T[..., None]
+            o[tail] = ((1 - share) * o[tail] + share * to_prompt).to(o.dtype)
+            l[:, tail] = l_both
+        ctx.save_for_backward(q, k, v, o, l)
+        ctx.plan, ctx.scaling, ctx.window, ctx.kernels = plan, scaling, window, kernels
+        return o
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, o, l = ctx.saved_tensors
+        plan, scaling, backward = ctx.plan, ctx.scaling, ctx.kernels.backward
+        grad = grad.contiguous()
+        dq, dk, dv = backward(grad, q, k, v, o, l, plan.own, plan.own, True, scaling, ctx.window)
+        if plan.prompts is not None:
+            prompt, tail = plan.prompt_tokens, plan.continuing_tokens
+            dq_tail, dk_prompt, dv_prompt = backward(
+                grad[tail],
+                q[tail],
+                k[prompt],
+                v[prompt],
+                o[tail],
+                l[:, tail].contiguous(),
+                plan.continuing,
+                plan.prompts,
+                False,
+                scaling,
+                None,
+            )
+            dq[tail] += dq_tail
+            dk[prompt] += dk_prompt
+            dv[prompt] += dv_prompt
+        return dq, dk, dv, None, None, None, None
+
+
+def _flash_forward(q, k, v, queries: Spans, keys: Spans, causal: bool, scaling: float, window: int | None):
+    o, l, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        queries.bounds,
+        keys.bounds,
+        queries.longest,
+        keys.longest,
+        0.0,
+        causal,
+        False,
+        scale=scaling,
+        window_size_left=-1 if window is None else window - 1,  # tokens before the query's own
+        window_size_right=0 if causal else -1,
+    )
+    return o, l
+
+
+def _flash_backward(grad, q, k, v, o, l, queries: Spans, keys: Spans, causal: bool, scaling: float, window):
+    return torch.ops.aten._flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        o,
+        l,
+        queries.bounds,
+        keys.bounds,
+        queries.longest,
+        keys.longest,
+        0.0,
+        causal,
+        torch.zeros(2, dtype=torch.uint64, device=q.device),  # the state of a dropout that is off
+        torch.empty(0, device=q.device),
+        scale=scaling,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0 if causal else -1,
+    )
+
+
+FLASH = Kernels(_flash_forward, _flash_backward)
