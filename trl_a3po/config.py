@@ -25,6 +25,7 @@ CHOICES = {
     "behavior_weight_level": ("token", "sequence"),
     "kv_on_publish": ("keep", "recompute"),
     "lora_sync": ("adapter", "merged"),
+    "packed_forward": ("auto", "on", "off"),
     "shared_prompt": ("auto", "on", "off"),
 }
 
@@ -34,7 +35,6 @@ ENGINE_METHODS = ("start", "submit", "wait", "cancel", "publish", "score", "stat
 NOT_YET = {
     ("schedule", "periodic"): "'async' or 'sync'",
     ("engine", "vllm"): "'transformers'",
-    ("shared_prompt", "on"): "'auto', which pads",
 }
 
 
@@ -129,8 +129,15 @@ class A3POConfig(GRPOConfig):
             Seconds without any progress after which a wait ends with a report of who waits for whom.
         dry_run (`bool`, *optional*, defaults to `False`):
             Have `train` print the resolved plan and return.
+
+        > Parameters that control the training forward
+
+        packed_forward (`str`, *optional*, defaults to `"auto"`):
+            `"auto"` runs a micro-batch as one row without padding where the model is known to give the same log-probs
+            so, which the first batch checks, and padded elsewhere; `"on"` raises instead of padding; `"off"` pads.
         shared_prompt (`str`, *optional*, defaults to `"auto"`):
-            Whether the completions of a prompt share its forward pass.
+            Whether the completions of a prompt share its forward pass in a packed row: `"auto"` where it is cheaper,
+            `"on"` always, `"off"` never.
     """
 
     bf16: bool | None = field(
@@ -326,10 +333,20 @@ class A3POConfig(GRPOConfig):
     dry_run: bool = field(
         default=False, metadata={"help": "Have train() print the resolved plan and return without training."}
     )
+    packed_forward: str = field(
+        default="auto",
+        metadata={
+            "help": "'auto' runs a micro-batch as one row without padding where the model is known to give the same "
+            "log-probs so, which the first batch checks, and padded elsewhere; 'on' raises instead of padding; 'off' "
+            "pads.",
+            "choices": list(CHOICES["packed_forward"]),
+        },
+    )
     shared_prompt: str = field(
         default="auto",
         metadata={
-            "help": "Whether the completions of a prompt share its forward pass.",
+            "help": "Whether the completions of a prompt share its forward pass in a packed row: 'auto' where it is "
+            "cheaper, 'on' always, 'off' never.",
             "choices": list(CHOICES["shared_prompt"]),
         },
     )

@@ -83,11 +83,10 @@ class TrainingForward:
     ) -> Outputs:
         """What `padded`, TRL's method, returns for the arguments after it."""
         self.tokens_padded = self.tokens_run = input_ids.numel()
-        if compute_aux_loss or any(value is not None for value in multimodal.values()):
-            self.refusal = self.refusal or "the loss needs more of the model than log-probs"
-        if self.refusal is None:
+        needs_more = compute_aux_loss or any(value is not None for value in multimodal.values())
+        if self.refusal is None and not needs_more:
             self._check(padded, model, input_ids, attention_mask, logits_to_keep)
-        if self.refusal is not None:
+        if self.refusal is not None or needs_more:
             return padded(
                 model,
                 input_ids,
