@@ -359,6 +359,7 @@ class A3POConfig(GRPOConfig):
         self._check_names()
         self._check_engine_device()
         self._check_numbers()
+        self._check_forward()
         self._check_objective()
         self._check_staleness()
 
@@ -430,6 +431,21 @@ class A3POConfig(GRPOConfig):
             raise ValueError(
                 "use_transformers_continuous_batching=True has no effect here: the 'transformers' engine batches "
                 "continuously by itself. Leave it False."
+            )
+
+    def _check_forward(self):
+        if self.shared_prompt != "on":
+            return
+        if self.packed_forward == "off":
+            raise ValueError(
+                "shared_prompt='on' with packed_forward='off' cannot hold, because a prompt is shared in a packed row: "
+                "set packed_forward='auto', or shared_prompt='off'."
+            )
+        if self.per_device_train_batch_size == 1:
+            raise ValueError(
+                "shared_prompt='on' with per_device_train_batch_size=1 has nothing to share: set it to "
+                f"num_generations={self.num_generations}, or to a part or a multiple of it, or set "
+                "shared_prompt='auto'."
             )
 
     def _check_engine_object(self):

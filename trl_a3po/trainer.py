@@ -43,6 +43,7 @@ from trl_a3po.checks import (
     groups_per_batch,
 )
 from trl_a3po.config import A3POConfig
+from trl_a3po.forward.training import TrainingForward
 from trl_a3po.distributed.dealing import Row, dealt_rows, share_of
 from trl_a3po.distributed.team import Team
 from trl_a3po.distributed.watch import Watch
@@ -123,6 +124,8 @@ class A3POTrainer(GRPOTrainer):
         check_policy(args, self.accelerator.unwrap_model(self.model), sampling_settings(args, self.generation_config))
         check_reward_functions(args, reward_functions(self), self.reward_func_names)
         self.on_group = on_group
+        models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+        self._training_forward = TrainingForward(args, self.accelerator, models)
         self._team = Team(patience=args.ddp_timeout + args.stall_timeout)
         self._running = False
         self._session: Session | None = None  # of the main process
@@ -227,7 +230,12 @@ class A3POTrainer(GRPOTrainer):
                 generation_batch = self._take()
         elif self._running:
             self._sample_evaluation(generation_batch)
-        return super()._prepare_inputs(generation_batch)
+        starts = self.model.training and self._starts_generation_batch()
+        inputs = super()._prepare_inputs(generation_batch)
+        if not starts:
+            return inputs
+        self._buffered_inputs = self._training_forward.arranged(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _start_session(self) -> None:
         policy = trained_policy(self)
@@ -342,7 +350,8 @@ class A3POTrainer(GRPOTrainer):
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, *args, **kwargs):
-        outputs = super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
+        padded = super()._get_per_token_logps_and_entropies
+        outputs = self._training_forward(padded, model, input_ids, *args, **kwargs)
         # Once per loss: TRL reads the anchor and the advantages after this call.
         inputs, self._loss_inputs = self._loss_inputs, None
         if inputs is not None:
@@ -353,6 +362,7 @@ class A3POTrainer(GRPOTrainer):
                 self._objective_stats = stats if self._objective_stats is None else self._objective_stats + stats
                 taken_at = int((inputs["behavior_versions"] + inputs["staleness"]).max())
                 self._metrics["train"]["a3po/drift"].append(float(self.state.global_step - taken_at))
+                self._metrics["train"]["a3po/forward/token_ratio"].append(self._training_forward.token_ratio)
                 gaps = self._gaps_of(outputs[0], inputs)
                 self._gaps = gaps if self._gaps is None else [a + b for a, b in zip(self._gaps, gaps, strict=True)]
             if "log_row" in inputs:

@@ -46,10 +46,15 @@ class TrainingForward:
         self._checked: set[int] = set()  # models, by id
         self._told = False
         self.refusal = self._refusal(models)
-        self.tokens_padded = self.tokens_run = 0  # of the last call
+        self._tokens_padded = self._tokens_run = 0  # of the last call
         if self.refusal is None:
             for model in models:
                 install(base_model(accelerator.unwrap_model(model)))
+
+    @property
+    def token_ratio(self) -> float:
+        """Of the last call: tokens that a padded forward has for each token that ran."""
+        return self._tokens_padded / max(self._tokens_run, 1)
 
     def _refusal(self, models: list[torch.nn.Module]) -> str | None:
         """Why every forward is padded; `None` when none has to be."""
@@ -82,7 +87,7 @@ class TrainingForward:
         **multimodal: Any,
     ) -> Outputs:
         """What `padded`, TRL's method, returns for the arguments after it."""
-        self.tokens_padded = self.tokens_run = input_ids.numel()
+        self._tokens_padded = self._tokens_run = input_ids.numel()
         needs_more = compute_aux_loss or any(value is not None for value in multimodal.values())
         if self.refusal is None and not needs_more:
             self._check(padded, model, input_ids, attention_mask, logits_to_keep)
@@ -97,7 +102,7 @@ class TrainingForward:
                 compute_aux_loss=compute_aux_loss,
                 **multimodal,
             )
-        self.tokens_run = 0
+        self._tokens_run = 0
         step = batch_size or len(input_ids)
         parts = [
             self._forward(padded, model, input_ids[rows], attention_mask[rows], logits_to_keep, compute_entropy)
@@ -109,9 +114,9 @@ class TrainingForward:
     def _forward(self, padded, model, input_ids, attention_mask, width: int, compute_entropy: bool):
         packed = self._layout(base_model(self._accelerator.unwrap_model(model)), input_ids, attention_mask, width)
         if packed is None:  # nothing to score, but other ranks run a forward
-            self.tokens_run += input_ids.numel()
+            self._tokens_run += input_ids.numel()
             return padded(model, input_ids, attention_mask, width, compute_entropy=compute_entropy)[:2]
-        self.tokens_run += packed.row.tokens
+        self._tokens_run += packed.row.tokens
         outputs = self._run(model, input_ids, packed, width)
         if not self._told:
             self._told = True

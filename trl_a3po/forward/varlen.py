@@ -82,8 +82,8 @@ class VarlenPlan:
     own: Spans
     prompts: Spans | None = None
     continuing: Spans | None = None
-    prompt_tokens: slice = slice(0, 0)
-    continuing_tokens: slice = slice(0, 0)
+    prompt_tokens: slice | None = None
+    continuing_tokens: slice | None = None
 
     @classmethod
     def of(cls, row: PackedRow, device: torch.device) -> "VarlenPlan":

@@ -12,9 +12,10 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from trl_a3po.publish.parts import Part, whole_update
+from trl_a3po.forward.attention import plain_implementation
 from trl_a3po.publish.policy import PolicySpec, WeightUpdate
 from trl_a3po.publish.replica import named_weights
 
@@ -32,7 +33,7 @@ def policy_spec(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Polic
                 f"{name!r} is stored as {parameter.dtype}: a quantised policy cannot be rebuilt from its "
                 "configuration in the engine. Load the model in float32, bfloat16 or float16."
             )
-    config = copy.deepcopy(base.config)
+    config = plain_config(base)
     if not isinstance(model, PeftModel):
         return PolicySpec(type(base), config, dtype)
     adapter = active_adapter(model)
@@ -46,6 +47,13 @@ def policy_spec(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Polic
         # Initialisations such as PiSSA compute on weights that the replica does not have yet.
         peft_config.init_lora_weights = False
     return PolicySpec(type(base), config, dtype, peft_config, adapter)
+
+
+def plain_config(base: PreTrainedModel) -> PreTrainedConfig:
+    """A copy of a model's configuration without what the training forward set for itself."""
+    config = copy.deepcopy(base.config)
+    config._attn_implementation = plain_implementation(config._attn_implementation)
+    return config
 
 
 def policy_parts(model: PreTrainedModel | PeftModel) -> dict[str, Part]:

@@ -4,7 +4,7 @@ Guarantees: the trained module is only read. A merged weight is computed beside 
 (`W + scale * B @ A`, or its DoRA form), never in place, so no rounding accumulates in the weights being trained.
 """
 
-import copy
+
 from collections.abc import Iterator
 
 import torch
@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
-from trl_a3po.publish.collect import active_adapter, base_model
+from trl_a3po.publish.collect import active_adapter, base_model, plain_config
 from trl_a3po.publish.parts import Part, whole_update
 from trl_a3po.publish.policy import PolicySpec, WeightUpdate
 
@@ -26,7 +26,7 @@ def merged_spec(model: PeftModel, dtype: torch.dtype) -> PolicySpec:
         ValueError: a layer whose adapter cannot be merged out of place.
     """
     base, plan = base_model(model), merged_parts(model)
-    config = copy.deepcopy(base.config)
+    config = plain_config(base)
     if config.get_text_config().tie_word_embeddings:
         head = base.get_output_embeddings()
         path = next(path for path, module in base.named_modules() if module is head)
