@@ -241,7 +241,7 @@ def test_the_gradient_of_the_balanced_objectives_is_that_of_their_closed_forms(m
 
 @pytest.mark.parametrize("method, extra", [("loglinear", 0), ("reuse", 0), ("recompute", 6 * 8)])
 def test_no_forward_but_trls_own_except_for_recompute(model_path, tmp_path, method, extra):
-    trainer = build(model_path, tmp_path, proximal_method=method, max_steps=6)
+    trainer = build(model_path, tmp_path, proximal_method=method, max_steps=6, packed_forward="off")
     rows = []
     trainer.model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True

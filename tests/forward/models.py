@@ -1,5 +1,5 @@
-"""Tiny models in float64, micro-batches as TRL pads them, and log-probs by the plainest way there is: one sequence at a
-time, without padding."""
+"""Tiny models in float64, micro-batches as TRL pads them, and log-probs by the plainest way there is: one sequence at
+a time, without padding."""
 
 import types
 from types import SimpleNamespace

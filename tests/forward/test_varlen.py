@@ -25,21 +25,21 @@ def scores(q, k, causal, window):
 
 
 def reference_forward(q, k, v, queries, keys, causal, scaling, window):
-    o, l = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
+    o, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
     for rows, columns in zip(spans(queries.bounds), spans(keys.bounds), strict=True):
         s = scores(q[rows], k[columns], causal, window)
-        l[:, rows] = s.logsumexp(-1)
+        lse[:, rows] = s.logsumexp(-1)
         values = v[columns].repeat_interleave(q.shape[1] // k.shape[1], 1)
         o[rows] = torch.einsum("hnm,mhd->nhd", s.softmax(-1), values)
     return o, l
 
 
-def reference_backward(grad, q, k, v, o, l, queries, keys, causal, scaling, window):
-    """From the given `o` and `l`, as FlashAttention's: p = exp(s - l), dp = grad·v, ds = p·(dp - sum(grad·o))."""
+def reference_backward(grad, q, k, v, o, lse, queries, keys, causal, scaling, window):
+    """From the given `o` and `l`, as FlashAttention's: p = exp(s - lse), dp = grad·v, ds = p·(dp - sum(grad·o))."""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     repeats = q.shape[1] // k.shape[1]
     for rows, columns in zip(spans(queries.bounds), spans(keys.bounds), strict=True):
-        p = (scores(q[rows], k[columns], causal, window) - l[:, rows, None]).exp()
+        p = (scores(q[rows], k[columns], causal, window) - lse[:, rows, None]).exp()
         dp = torch.einsum("nhd,mhd->hnm", grad[rows], v[columns].repeat_interleave(repeats, 1))
         ds = SCALE * p * (dp - (grad[rows] * o[rows]).sum(-1).T[..., None])
         dq[rows] = torch.einsum("hnm,mhd->nhd", ds, k[columns].repeat_interleave(repeats, 1))

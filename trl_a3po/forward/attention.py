@@ -127,9 +127,7 @@ def blocks(row: PackedRow, window: int | None, device: torch.device) -> list[Blo
     made: list[Block] = []
     bundle: list[Segment] = []
     for segment in row.segments:
-        if bundle and (
-            segment.prefix != bundle[0].prefix or segment.end - bundle[0].start > BLOCK_TOKENS
-        ):
+        if bundle and (segment.prefix != bundle[0].prefix or segment.end - bundle[0].start > BLOCK_TOKENS):
             made.append(_block(row, bundle, window, device))
             bundle = []
         bundle.append(segment)

@@ -165,7 +165,9 @@ def lengths(attention_mask: torch.Tensor, completion_width: int) -> tuple[list[i
         )
     prompts, completions = prompt.sum(1).tolist(), completion.sum(1).tolist()
     if any(p == 0 < c for p, c in zip(prompts, completions, strict=True)):
-        raise ValueError("A completion has no prompt, so nothing predicts its first token: give it at least one token.")
+        raise ValueError(
+            "A completion has no prompt, so nothing predicts its first token: give it at least one token."
+        )
     return prompts, completions
 
 

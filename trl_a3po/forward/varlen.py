@@ -4,10 +4,10 @@ Guarantees: as many pairs are computed as the segments see, none of them twice a
 segment attends to itself in one call; what continues shared prompts attends to them in a second one, and the two
 partial results are merged by their log-sum-exps:
 
-    l = log(exp(l₁) + exp(l₂)),   o = exp(l₁ - l)·o₁ + exp(l₂ - l)·o₂
+    lse = log(exp(l₁) + exp(l₂)),   o = exp(l₁ - lse)·o₁ + exp(l₂ - lse)·o₂
 
 The backward of each call takes the merged `o` and `l`, from which the kernel rebuilds the probabilities of the whole
-softmax, `exp(q·k - l)`; so the two calls' gradients simply add up.
+softmax, `exp(q·k - lse)`; so the two calls' gradients simply add up.
 """
 
 from collections.abc import Callable
@@ -109,8 +109,8 @@ class Kernels(NamedTuple):
     """Attention of spans of queries `(N, H, D)` to spans of keys and values `(K, H_kv, D)`, and its gradient.
 
     Args:
-        forward: `(q, k, v, query_spans, key_spans, causal, scaling, window) -> (o, l)` with `l` `(H, N)` float32.
-        backward: `(grad_o, q, k, v, o, l, query_spans, key_spans, causal, scaling, window) -> (dq, dk, dv)`.
+        forward: `(q, k, v, query_spans, key_spans, causal, scaling, window) -> (o, lse)` with `l` `(H, N)` float32.
+        backward: `(grad_o, q, k, v, o, lse, query_spans, key_spans, causal, scaling, window) -> (dq, dk, dv)`.
     """
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -122,27 +122,27 @@ class MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, plan: VarlenPlan, scaling: float, window: int | None, kernels: Kernels):
-        o, l = kernels.forward(q, k, v, plan.own, plan.own, True, scaling, window)
+        o, lse = kernels.forward(q, k, v, plan.own, plan.own, True, scaling, window)
         if plan.prompts is not None:
             prompt, tail = plan.prompt_tokens, plan.continuing_tokens
             to_prompt, l_prompt = kernels.forward(
                 q[tail], k[prompt], v[prompt], plan.continuing, plan.prompts, False, scaling, None
             )
-            l_own = l[:, tail]
+            l_own = lse[:, tail]
             l_both = torch.logaddexp(l_own, l_prompt)
             share = (l_prompt - l_both).exp().T[..., None]
             o[tail] = ((1 - share) * o[tail] + share * to_prompt).to(o.dtype)
-            l[:, tail] = l_both
-        ctx.save_for_backward(q, k, v, o, l)
+            lse[:, tail] = l_both
+        ctx.save_for_backward(q, k, v, o, lse)
         ctx.plan, ctx.scaling, ctx.window, ctx.kernels = plan, scaling, window, kernels
         return o
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, o, l = ctx.saved_tensors
+        q, k, v, o, lse = ctx.saved_tensors
         plan, scaling, backward = ctx.plan, ctx.scaling, ctx.kernels.backward
         grad = grad.contiguous()
-        dq, dk, dv = backward(grad, q, k, v, o, l, plan.own, plan.own, True, scaling, ctx.window)
+        dq, dk, dv = backward(grad, q, k, v, o, lse, plan.own, plan.own, True, scaling, ctx.window)
         if plan.prompts is not None:
             prompt, tail = plan.prompt_tokens, plan.continuing_tokens
             dq_tail, dk_prompt, dv_prompt = backward(
@@ -151,7 +151,7 @@ class MergedAttention(torch.autograd.Function):
                 k[prompt],
                 v[prompt],
                 o[tail],
-                l[:, tail].contiguous(),
+                lse[:, tail].contiguous(),
                 plan.continuing,
                 plan.prompts,
                 False,
@@ -165,7 +165,7 @@ class MergedAttention(torch.autograd.Function):
 
 
 def _flash_forward(q, k, v, queries: Spans, keys: Spans, causal: bool, scaling: float, window: int | None):
-    o, l, *_ = torch.ops.aten._flash_attention_forward(
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
@@ -183,14 +183,14 @@ def _flash_forward(q, k, v, queries: Spans, keys: Spans, causal: bool, scaling: 
     return o, l
 
 
-def _flash_backward(grad, q, k, v, o, l, queries: Spans, keys: Spans, causal: bool, scaling: float, window):
+def _flash_backward(grad, q, k, v, o, lse, queries: Spans, keys: Spans, causal: bool, scaling: float, window):
     return torch.ops.aten._flash_attention_backward(
         grad,
         q,
         k,
         v,
         o,
-        l,
+        lse,
         queries.bounds,
         keys.bounds,
         queries.longest,

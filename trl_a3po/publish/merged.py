@@ -4,7 +4,6 @@ Guarantees: the trained module is only read. A merged weight is computed beside 
 (`W + scale * B @ A`, or its DoRA form), never in place, so no rounding accumulates in the weights being trained.
 """
 
-
 from collections.abc import Iterator
 
 import torch
