@@ -438,8 +438,8 @@ class A3POConfig(GRPOConfig):
             return
         if self.packed_forward == "off":
             raise ValueError(
-                "shared_prompt='on' with packed_forward='off' cannot hold, because a prompt is shared in a packed row: "
-                "set packed_forward='auto', or shared_prompt='off'."
+                "shared_prompt='on' with packed_forward='off' cannot hold, because a prompt is shared in a packed "
+                "row: set packed_forward='auto', or shared_prompt='off'."
             )
         if self.per_device_train_batch_size == 1:
             raise ValueError(

@@ -43,10 +43,10 @@ from trl_a3po.checks import (
     groups_per_batch,
 )
 from trl_a3po.config import A3POConfig
-from trl_a3po.forward.training import TrainingForward
 from trl_a3po.distributed.dealing import Row, dealt_rows, share_of
 from trl_a3po.distributed.team import Team
 from trl_a3po.distributed.watch import Watch
+from trl_a3po.forward.training import TrainingForward
 from trl_a3po.objectives import token_staleness
 from trl_a3po.publish.collect import base_model
 from trl_a3po.report.engine_gap import EngineGap

@@ -170,7 +170,7 @@ def test_the_implementation_must_stay_set_for_gradient_checkpointing(batch):
     ids, _, width = batch
     logps = packed_logps(model, model, ids, layout_of(batch), width)[0]
     model.set_attn_implementation("sdpa")
-    with pytest.raises(Exception):  # noqa: B017, PT011 whatever SDPA says of an empty mask
+    with pytest.raises(Exception):  # noqa: B017 whatever SDPA says of an empty mask
         logps.sum().backward()
 
 

@@ -1,6 +1,8 @@
 """The merge of the two kernel calls, with kernels of ten lines in their place: values and gradients are those of
 attention with a dense mask, in float64."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ SCALE = 0.4
 
 def spans(bounds):
     edges = bounds.tolist()
-    return [slice(start, end) for start, end in zip(edges, edges[1:], strict=False)]
+    return [slice(start, end) for start, end in itertools.pairwise(edges)]
 
 
 def scores(q, k, causal, window):
@@ -31,11 +33,11 @@ def reference_forward(q, k, v, queries, keys, causal, scaling, window):
         lse[:, rows] = s.logsumexp(-1)
         values = v[columns].repeat_interleave(q.shape[1] // k.shape[1], 1)
         o[rows] = torch.einsum("hnm,mhd->nhd", s.softmax(-1), values)
-    return o, l
+    return o, lse
 
 
 def reference_backward(grad, q, k, v, o, lse, queries, keys, causal, scaling, window):
-    """From the given `o` and `l`, as FlashAttention's: p = exp(s - lse), dp = grad·v, ds = p·(dp - sum(grad·o))."""
+    """From the given `o` and `lse`, as FlashAttention's: p = exp(s - lse), dp = grad·v, ds = p·(dp - sum(grad·o))."""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     repeats = q.shape[1] // k.shape[1]
     for rows, columns in zip(spans(queries.bounds), spans(keys.bounds), strict=True):
@@ -108,7 +110,7 @@ def test_a_window_slides_within_sequences():
 
 
 def test_partial_log_sum_exps_in_the_backward_are_wrong():
-    """What the merge rests on: with the parts' own `o` and `l`, gradients are those of two separate softmaxes."""
+    """What the merge rests on: with the parts' own `o` and `lse`, gradients are those of two separate softmaxes."""
     row = ROWS["shared"]
     (q, k, v), grad = inputs(row)
     own = VarlenPlan(VarlenPlan.of(row, q.device).own)

@@ -71,7 +71,7 @@ class PackedRow:
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """A padded micro-batch `(B, S)` whose last T columns are completions, as a packed row of N tokens, M of them scored.
+    """A padded micro-batch `(B, S)`, its last T columns completions, as a packed row of N tokens that scores M.
 
     Args:
         row: the segments.
@@ -165,9 +165,7 @@ def lengths(attention_mask: torch.Tensor, completion_width: int) -> tuple[list[i
         )
     prompts, completions = prompt.sum(1).tolist(), completion.sum(1).tolist()
     if any(p == 0 < c for p, c in zip(prompts, completions, strict=True)):
-        raise ValueError(
-            "A completion has no prompt, so nothing predicts its first token: give it at least one token."
-        )
+        raise ValueError("A completion has no prompt, so nothing predicts its first token: give it a prompt.")
     return prompts, completions
 
 

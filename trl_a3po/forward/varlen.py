@@ -4,9 +4,9 @@ Guarantees: as many pairs are computed as the segments see, none of them twice a
 segment attends to itself in one call; what continues shared prompts attends to them in a second one, and the two
 partial results are merged by their log-sum-exps:
 
-    lse = log(exp(l₁) + exp(l₂)),   o = exp(l₁ - lse)·o₁ + exp(l₂ - lse)·o₂
+    lse = log(exp(lse₁) + exp(lse₂)),   o = exp(lse₁ - lse)·o₁ + exp(lse₂ - lse)·o₂
 
-The backward of each call takes the merged `o` and `l`, from which the kernel rebuilds the probabilities of the whole
+The backward of each call takes the merged `o` and `lse`, from which the kernel rebuilds the probabilities of the whole
 softmax, `exp(q·k - lse)`; so the two calls' gradients simply add up.
 """
 
@@ -109,7 +109,7 @@ class Kernels(NamedTuple):
     """Attention of spans of queries `(N, H, D)` to spans of keys and values `(K, H_kv, D)`, and its gradient.
 
     Args:
-        forward: `(q, k, v, query_spans, key_spans, causal, scaling, window) -> (o, lse)` with `l` `(H, N)` float32.
+        forward: `(q, k, v, query_spans, key_spans, causal, scaling, window) -> (o, lse)` with `lse` `(H, N)` float32.
         backward: `(grad_o, q, k, v, o, lse, query_spans, key_spans, causal, scaling, window) -> (dq, dk, dv)`.
     """
 
@@ -125,14 +125,14 @@ class MergedAttention(torch.autograd.Function):
         o, lse = kernels.forward(q, k, v, plan.own, plan.own, True, scaling, window)
         if plan.prompts is not None:
             prompt, tail = plan.prompt_tokens, plan.continuing_tokens
-            to_prompt, l_prompt = kernels.forward(
+            to_prompt, lse_prompt = kernels.forward(
                 q[tail], k[prompt], v[prompt], plan.continuing, plan.prompts, False, scaling, None
             )
-            l_own = lse[:, tail]
-            l_both = torch.logaddexp(l_own, l_prompt)
-            share = (l_prompt - l_both).exp().T[..., None]
+            own = lse[:, tail]
+            both = torch.logaddexp(own, lse_prompt)
+            share = (lse_prompt - both).exp().T[..., None]
             o[tail] = ((1 - share) * o[tail] + share * to_prompt).to(o.dtype)
-            lse[:, tail] = l_both
+            lse[:, tail] = both
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.plan, ctx.scaling, ctx.window, ctx.kernels = plan, scaling, window, kernels
         return o
@@ -180,7 +180,7 @@ def _flash_forward(q, k, v, queries: Spans, keys: Spans, causal: bool, scaling: 
         window_size_left=-1 if window is None else window - 1,  # tokens before the query's own
         window_size_right=0 if causal else -1,
     )
-    return o, l
+    return o, lse
 
 
 def _flash_backward(grad, q, k, v, o, lse, queries: Spans, keys: Spans, causal: bool, scaling: float, window):

@@ -14,8 +14,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from trl_a3po.publish.parts import Part, whole_update
 from trl_a3po.forward.attention import plain_implementation
+from trl_a3po.publish.parts import Part, whole_update
 from trl_a3po.publish.policy import PolicySpec, WeightUpdate
 from trl_a3po.publish.replica import named_weights
 
