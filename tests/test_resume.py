@@ -313,7 +313,9 @@ def test_dying_while_saving_keeps_the_last_valid_checkpoint_at_a_limit_of_one(bu
     assert checkpoint.checkpoints(Path(trainer.args.output_dir)) == [saved(trainer, 6)]
 
 
-@pytest.mark.parametrize("name", [checkpoint.GROUPS, checkpoint.STATE, checkpoint.MARKER, "optimizer.pt"])
+@pytest.mark.parametrize(
+    "name", [checkpoint.GROUPS, checkpoint.STATE, checkpoint.MARKER, "optimizer.pt", "training_args.bin"]
+)
 def test_a_full_disk_ends_the_run_with_the_path_and_older_checkpoints_stay_valid(build, monkeypatch, name):
     trainer = build(save_steps=2, save_total_limit=1)
     real_write, real_save = checkpoint._write, torch.save
@@ -328,6 +330,33 @@ def test_a_full_disk_ends_the_run_with_the_path_and_older_checkpoints_stay_valid
         trainer.train()
     assert checkpoint.newest_valid(Path(trainer.args.output_dir)) == saved(trainer, 2)
     assert trainer.args.engine.closed
+
+
+def full_disk(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_while_the_trainer_writes_its_state_names_the_checkpoint(build, monkeypatch):
+    trainer = build(save_steps=2)
+    monkeypatch.setattr(type(trainer.state), "save_to_json", full_disk)
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 could not be written.*No space left"):
+        trainer.train()
+
+
+def test_a_full_disk_at_the_final_save_names_the_folder(build, monkeypatch, tmp_path):
+    trainer = build(save_strategy="no")
+    trainer.train()
+    monkeypatch.setattr(type(trainer.model), "save_pretrained", full_disk)
+    with pytest.raises(CheckpointError, match=r"Saving the model failed in .*final .*No space left"):
+        trainer.save_model(str(tmp_path / "final"))
+
+
+def test_older_checkpoints_that_cannot_be_deleted_are_named(build, monkeypatch):
+    trainer = build(save_steps=2, save_total_limit=1)
+    monkeypatch.setattr("shutil.rmtree", full_disk)
+    with pytest.raises(CheckpointError, match="Deleting older checkpoints failed in"):
+        trainer.train()
+    assert checkpoint.newest_valid(Path(trainer.args.output_dir)) == saved(trainer, 4)
 
 
 # --- what the Trainer does with checkpoints -----------------------------------------------------------------------

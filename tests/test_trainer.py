@@ -1,6 +1,7 @@
 """The trainer's hooks: alignment of versions, the objective's gradient, bounds, failures and endings."""
 
 import math
+import threading
 import time
 
 import pandas
@@ -13,6 +14,8 @@ from tests.tiny import VOCAB, save_tiny_model, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.errors import EngineError, RewardError
 from trl_a3po.objectives import asympo_loss, decoupled_loss, proximal_logps, spo_loss
+from trl_a3po.rollout.queue import GenerationQueue
+from trl_a3po.rollout.rewards import RewardScorer
 from trl_a3po.session import Session
 from trl_a3po.testing import StubEngine, scripted_completion
 
@@ -334,6 +337,57 @@ def test_each_group_is_scored_once_and_logs_are_replayed(model_path, tmp_path):
     steps = [entry for entry in trainer.state.log_history if "calls" in entry]
     assert [entry["calls"] for entry in steps] == [1.5, 3.5, 5.5]
     assert "rewards/logging_reward/mean" in steps[0] and "rewards/reward/mean" in steps[0]
+
+
+def test_a_batch_in_which_every_reward_is_none_ends_the_run_and_names_the_functions(model_path, tmp_path):
+    def silent(completions, **kwargs):
+        return [None] * len(completions)
+
+    def silent_too(completions, **kwargs):
+        return [None] * len(completions)
+
+    with pytest.raises(RewardError, match="'silent', 'silent_too' returned None for all of them"):
+        build(model_path, tmp_path, reward_funcs=[silent, silent_too]).train()
+
+
+def test_a_close_that_was_interrupted_is_finished_by_the_next_one(model_path, tmp_path, monkeypatch):
+    engine = StubEngine(COMPLETE)
+    trainer = build(model_path, tmp_path, engine=engine)
+    real_close, calls = engine.close, []
+
+    def interrupted_once():
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        real_close()
+
+    monkeypatch.setattr(engine, "close", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert not engine.closed and trainer._session is not None
+    session = trainer._session
+    trainer.close()
+    assert engine.closed and trainer._session is None and len(calls) == 2
+    assert session.queue.status().producer == "the queue is closed"
+    session.close()  # and any further one does nothing new
+
+
+def test_what_an_interrupted_queue_leaves_open_is_closed_all_the_same(model_path, tmp_path, monkeypatch):
+    engine, closed = StubEngine(COMPLETE), []
+    trainer = build(model_path, tmp_path, engine=engine)
+    real_close = RewardScorer.close
+    monkeypatch.setattr(RewardScorer, "close", lambda scorer: closed.append(scorer) or real_close(scorer))
+
+    def interrupted(queue):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationQueue, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert engine.closed and len(closed) == 1
+    trainer.close()
+    assert trainer._session is None and not [t for t in threading.enumerate() if t.name.startswith("a3po rollout")]
 
 
 def test_a_failing_reward_ends_the_run_with_its_cause_and_closes_the_engine(model_path, tmp_path):

@@ -5,6 +5,7 @@ or the completion it concerns. Nothing is changed.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from trl_a3po.config import A3POConfig
 from trl_a3po.engines.embedded.forward import check_architecture
 from trl_a3po.engines.embedded.sampling import check_sampling
 from trl_a3po.engines.protocol import SamplingSettings
-from trl_a3po.errors import EngineError
+from trl_a3po.errors import EngineError, RewardError
 from trl_a3po.publish.collect import policy_spec
 from trl_a3po.publish.merged import merged_spec
 from trl_a3po.rollout.records import Group
@@ -272,6 +273,16 @@ def check_completions(groups: Sequence[Group], max_completion_length: int, vocab
                     f"{where} with tokens of version -1, which no policy sampled: such tokens (of tools, for example) "
                     "cannot be trained with yet, so the engine must leave them out."
                 )
+
+
+def check_some_reward(groups: Sequence[Group], names: Sequence[str]) -> None:
+    """Raise `RewardError` for a batch of which no reward function has scored a completion."""
+    if all(math.isnan(reward) for group in groups for row in group.score.rewards for reward in row):
+        raise RewardError(
+            f"No completion of a generation batch got a reward: {', '.join(map(repr, names))} returned None for all "
+            "of them, and there is nothing to train on. Have one return a number, or remove the rows to which none "
+            "applies."
+        )
 
 
 def argument_names(trainer_class: type) -> list[str]:

@@ -25,6 +25,8 @@ from trl_a3po.rollout.queue_state import QueueState, decode_state, encode_state
 
 logger = logging.getLogger(__name__)
 
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, TypeError)  # of json, torch.save and safetensors
+
 
 @dataclass(slots=True)
 class RunState:
@@ -66,10 +68,28 @@ def written_whole(team: Team, folder: Path, policy_version: int) -> Iterator[Non
         team.lead(lambda: checkpoint.complete(folder, policy_version))
     except A3POError:
         raise
-    except (OSError, RuntimeError, SafetensorError, TypeError) as error:
+    except WRITE_ERRORS as error:
         raise CheckpointError(
             f"The checkpoint {folder} could not be written ({type(error).__name__}: {error}) and will not be resumed "
             "from; those saved before it are still valid. Free space or mend output_dir, then resume."
+        ) from error
+
+
+@contextmanager
+def named_on_error(what: str, folder: str | Path) -> Iterator[None]:
+    """Inside, `what` happens in `folder`.
+
+    Raises:
+        CheckpointError: something could not be written, or deleted.
+    """
+    try:
+        yield
+    except A3POError:
+        raise
+    except WRITE_ERRORS as error:
+        raise CheckpointError(
+            f"{what} failed in {folder} ({type(error).__name__}: {error}): free space or mend that folder, and try "
+            "again."
         ) from error
 
 

@@ -40,6 +40,7 @@ from trl_a3po.checks import (
     check_processing_class,
     check_reward_functions,
     check_sharding,
+    check_some_reward,
     groups_per_batch,
 )
 from trl_a3po.config import A3POConfig
@@ -52,7 +53,16 @@ from trl_a3po.publish.collect import base_model
 from trl_a3po.report.engine_gap import EngineGap
 from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.report.plan import trainer_plan
-from trl_a3po.resume import RunState, begin_run, choose_checkpoint, load_run, rotation_held, save_run, written_whole
+from trl_a3po.resume import (
+    RunState,
+    begin_run,
+    choose_checkpoint,
+    load_run,
+    named_on_error,
+    rotation_held,
+    save_run,
+    written_whole,
+)
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.rollout.records import Group, Rollout
 from trl_a3po.session import (
@@ -183,7 +193,8 @@ class A3POTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         if not self._running:  # outside of training there is no queue to save
-            super()._save_checkpoint(model, trial)
+            with named_on_error("Saving a checkpoint", self._get_output_dir(trial=trial)):
+                super()._save_checkpoint(model, trial)
             return
         version, run_dir = self.state.global_step, self._get_output_dir(trial=trial)
         folder = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{version}"
@@ -198,7 +209,15 @@ class A3POTrainer(GRPOTrainer):
             self._push_from_checkpoint(str(folder))
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            rotate_checkpoints(run_dir, self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
+            with named_on_error("Deleting older checkpoints", run_dir):
+                rotate_checkpoints(run_dir, self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+        if _internal_call:  # part of a checkpoint, which names its folder
+            super().save_model(output_dir, _internal_call)
+            return
+        with named_on_error("Saving the model", output_dir or self.args.output_dir):
+            super().save_model(output_dir, _internal_call)
 
     @contextmanager
     def _push_held(self) -> Iterator[None]:
@@ -256,7 +275,7 @@ class A3POTrainer(GRPOTrainer):
         with self._timed("a3po/time/publish"):
             self._team.lead(lambda: self._session.publish_if_due(version))
         with self._timed("a3po/time/wait"):
-            groups = self._team.lead(lambda: self._checked(self._session.queue.take(version)))
+            groups = self._team.lead(lambda: self._trainable(self._checked(self._session.queue.take(version))))
         if self._team.is_main:
             self._log_take(groups)
             self._last_take = time.perf_counter(), self._session.queue.status().blocked_seconds
@@ -275,6 +294,11 @@ class A3POTrainer(GRPOTrainer):
 
     def _checked(self, groups: list[Group]) -> list[Group]:
         check_completions(groups, self.max_completion_length, self.model.config.get_text_config().vocab_size)
+        return groups
+
+    def _trainable(self, groups: list[Group]) -> list[Group]:
+        if all(reward_functions(self)):  # a reward model scores later
+            check_some_reward(groups, self.reward_func_names)
         return groups
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
