@@ -202,7 +202,12 @@ def trained_policy(trainer) -> WholePolicy | PartitionedPolicy:
     model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
     parts = merged_parts if merges(trainer.args, model) else policy_parts
     if trainer.is_deepspeed_enabled and accelerator.state.deepspeed_plugin.zero_stage == 3:
-        return PartitionedPolicy(trainer._team, model, parts(model), accelerator.device)
+
+        def forward(input_ids: torch.Tensor, length: int) -> torch.Tensor:
+            ids = input_ids.to(accelerator.device)
+            return trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), length)[0]
+
+        return PartitionedPolicy(trainer._team, model, parts(model), forward)
     return WholePolicy(model, parts)
 
 

@@ -21,7 +21,7 @@ from trl_a3po.testing import StubEngine, scripted_completion
 
 ROWS_A_STEP, ACCUMULATION = 16, 2
 RUNS = {
-    "full": {},
+    "full": {"delivery_check_steps": 1},
     "lora": {"lora": True, "delivery_check_steps": 1},
     "merged": {"lora": True, "lora_sync": "merged", "delivery_check_steps": 1},
     "grpo-kl": {"lora": True, "loss_type": "grpo", "beta": 0.04},

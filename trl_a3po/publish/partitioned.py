@@ -6,7 +6,7 @@ if that is larger (an embedding, say); what is trained is only read, except duri
 every weight is again, bit for bit, what it was.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from trl_a3po.distributed.team import Team
 from trl_a3po.publish.parts import Part
-from trl_a3po.publish.perturb import Pattern, known_logps
+from trl_a3po.publish.perturb import Pattern, evaluating
 from trl_a3po.publish.policy import GatheredTensors, WeightUpdate
 
 BUCKET_BYTES = 256 * 2**20
@@ -27,14 +27,22 @@ class PartitionedPolicy:
         team: the processes.
         model: the trained module, unwrapped.
         parts: what an update consists of.
-        device: where a forward runs.
+        forward: `(input_ids, length)` -> the log-probs of the last `length` tokens, by training's own forward: another
+            one calls the modules in another order, and DeepSpeed, which fetches weights ahead in the order it has
+            seen, then releases some that training's backward needs.
     """
 
-    def __init__(self, team: Team, model: nn.Module, parts: Mapping[str, Part], device: torch.device):
+    def __init__(
+        self,
+        team: Team,
+        model: nn.Module,
+        parts: Mapping[str, Part],
+        forward: Callable[[torch.Tensor, int], torch.Tensor],
+    ):
         self._team = team
         self._model = model
         self._parts = parts
-        self._device = device
+        self._forward = forward
         self._original: dict[str, torch.Tensor] = {}
         team.on_call("gather", self._help_gather)
         team.on_call("logps", self._logps)
@@ -49,10 +57,12 @@ class PartitionedPolicy:
         specs = {name: _spec(part) for name, part in chosen.items()}
         return WeightUpdate(version, GatheredTensors(specs, buckets(specs, BUCKET_BYTES), self._gathered), complete)
 
-    def logps(self, prompts, completions, temperature: float) -> torch.Tensor:
-        """As `known_logps`, of the weights it has now."""
-        self._team.call("logps", prompts, completions, temperature)
-        return self._logps(prompts, completions, temperature)
+    def logps(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
+    ) -> torch.Tensor:
+        """As `perturb.known_logps`, of the weights it has now; `temperature` is that of training."""
+        self._team.call("logps", prompts, completions)
+        return self._logps(prompts, completions)
 
     @contextmanager
     def perturbed(self, strength: float) -> Iterator[None]:
@@ -78,9 +88,11 @@ class PartitionedPolicy:
         with _whole(self._sources(names)):
             pass
 
-    def _logps(self, prompts, completions, temperature: float) -> torch.Tensor:
-        # Through the module's own hooks, which gather each layer for its forward.
-        return known_logps(self._model, prompts, completions, temperature, with_hooks=True, device=self._device)
+    @torch.no_grad()
+    def _logps(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> torch.Tensor:
+        ids = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+        with evaluating(self._model):
+            return self._forward(torch.tensor(ids), len(completions[0])).float().cpu()
 
     @torch.no_grad()
     def _perturb(self, strength: float) -> None:

@@ -98,9 +98,6 @@ def known_logps(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     temperature: float,
-    *,
-    with_hooks: bool = False,
-    device: torch.device | None = None,
 ) -> torch.Tensor:
     """`(N, T)` fp32 log-probs of the completions' tokens, on the CPU: the model's plain forward in its own precision,
     without dropout, temperature applied.
@@ -108,15 +105,13 @@ def known_logps(
     Args:
         prompts: N prompts of one length.
         completions: N completions of T tokens.
-        with_hooks: run the module's own hooks, which are training's but for a module that needs them to find its
-            weights.
-        device: where the forward runs; by default where the weights are.
     """
-    device = model.get_input_embeddings().weight.device if device is None else device
+    device = model.get_input_embeddings().weight.device
     tokens = torch.tensor(completions, device=device)
     ids = torch.cat([torch.tensor(prompts, device=device), tokens], dim=1)
-    with _evaluating(model):
-        logits = (model if with_hooks else model.forward)(input_ids=ids, use_cache=False).logits
+    with evaluating(model):
+        # Not `model(...)`: hooks belong to training.
+        logits = model.forward(input_ids=ids, use_cache=False).logits
     length = tokens.shape[1]
     logps = (logits[:, -length - 1 : -1].float() / temperature).log_softmax(-1)
     return logps.gather(2, tokens[:, :, None])[:, :, 0].cpu()
@@ -143,7 +138,8 @@ def _moved(weight: torch.Tensor, strength: float, pattern: torch.Tensor) -> torc
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` is in eval mode; afterwards each of its modules is as it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
