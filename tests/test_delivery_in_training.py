@@ -46,15 +46,15 @@ def test_without_the_check_nothing_is_scored_and_nothing_perturbed(model_path, t
     trainer = build(model_path, tmp_path, engine=engine, max_steps=3, delivery_check_steps=0)
     trainer.train()
     assert engine.scores == 0 and engine.published == [0, 1, 2]
-    assert logged(trainer, "a3po/engine/gap") == []
+    assert logged(trainer, "a3po/delivery/gap") == []
 
 
 def test_the_gap_is_logged_at_start_and_every_so_many_steps(model_path, tmp_path):
     trainer = build(model_path, tmp_path, max_steps=6, delivery_check_steps=2)
     trainer.train()
-    steps = [entry["step"] for entry in trainer.state.log_history if "a3po/engine/gap" in entry]
+    steps = [entry["step"] for entry in trainer.state.log_history if "a3po/delivery/gap" in entry]
     assert steps == [1, 3, 5]  # before steps 1, 3 and 5: versions 0, 2 and 4
-    assert max(logged(trainer, "a3po/engine/gap")) < 1e-4
+    assert max(logged(trainer, "a3po/delivery/gap")) < 1e-4
 
 
 def test_the_gap_on_fresh_tokens_is_logged_for_the_first_optimizer_step_of_a_batch(model_path, tmp_path):
@@ -95,7 +95,7 @@ def test_both_ways_to_send_an_adapter_pass(model_path, tmp_path, sync):
         model_path, tmp_path, peft_config=lora(), lora_sync=sync, max_steps=3, delivery_check_steps=1, temperature=0.7
     )
     trainer.train()
-    assert len(logged(trainer, "a3po/engine/gap")) == 3
+    assert len(logged(trainer, "a3po/delivery/gap")) == 3
 
 
 def test_streams_are_checked_with_their_first_prompts(model_path, tmp_path):
@@ -103,7 +103,7 @@ def test_streams_are_checked_with_their_first_prompts(model_path, tmp_path):
         model_path, tmp_path, train_dataset=tiny_prompts().to_iterable_dataset(), max_steps=2, delivery_check_steps=1
     )
     trainer.train()
-    assert len(logged(trainer, "a3po/engine/gap")) == 2
+    assert len(logged(trainer, "a3po/delivery/gap")) == 2
 
 
 def test_fresh_tokens_count_and_where_caches_are_kept_only_in_completions_of_one_version():

@@ -454,7 +454,7 @@ class A3POTrainer(GRPOTrainer):
         metrics["a3po/engine/tokens_per_second"].append(engine.tokens / max(engine.busy_seconds, 1e-9))
         metrics["a3po/engine/restarts"].append(float(engine.restarts))
         for gap in self._session.measured_gaps():
-            metrics["a3po/engine/gap"].append(gap)
+            metrics["a3po/delivery/gap"].append(gap)
         outcomes = self._session.queue.outcomes()
         so_far = {f"a3po/outcomes/{kind}": outcomes.count_attempts(kind) for kind in ("rejected", "failed")}
         so_far |= {f"a3po/reward/{kind}": count for kind, count in self._session.rewards_lost.items()}
