@@ -57,6 +57,15 @@ def test_the_gap_is_logged_at_start_and_every_so_many_steps(model_path, tmp_path
     assert max(logged(trainer, "a3po/delivery/gap")) < 1e-4
 
 
+def test_what_an_evaluation_publishes_is_checked_too(model_path, tmp_path):
+    trainer = build(
+        model_path, tmp_path, max_steps=4, delivery_check_steps=2, weight_sync_steps=8, max_staleness=8,
+        eval_dataset=tiny_prompts(4), eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "a3po/delivery/gap" in entry] == [1, 3]
+
+
 def test_the_gap_on_fresh_tokens_is_logged_for_the_first_optimizer_step_of_a_batch(model_path, tmp_path):
     trainer = build(model_path, tmp_path, max_steps=4, num_iterations=2)
     trainer.train()

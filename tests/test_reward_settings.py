@@ -278,6 +278,34 @@ def test_evaluation_is_scored_by_the_workers(model_path, tmp_path):
     assert logged(trainer, "eval_reward") == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("rows", [3, 1])
+def test_evaluation_groups_that_lost_their_reward_are_told_of_and_at_least_one_is_left(
+    model_path, tmp_path, caplog, rows
+):
+    def hanging():
+        def hangs_at_zero(completion_ids, target, **kwargs):
+            if target[0] == 0:
+                time.sleep(3600)
+            return [1.0, 2.0, 3.0, 4.0]
+
+        return hangs_at_zero
+
+    trainer = build(
+        model_path, tmp_path, reward_funcs=hanging(), reward_workers=2, reward_timeout=0.5, max_steps=2,
+        train_dataset=tiny_prompts(9).select(range(1, 9)), eval_dataset=tiny_prompts(rows), eval_strategy="steps",
+        eval_steps=1, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    if rows == 1:
+        with pytest.raises(RewardError, match=r"1 of 1 groups of the evaluation.*reward_timeout=0.5 s"):
+            trainer.train()
+    else:
+        trainer.train()
+        assert logged(trainer, "eval_reward") == [2.5, 2.5]
+        told = [r for r in caplog.messages if "1 of 3 groups of the evaluation have no reward" in r]
+        assert len(told) == 1 and "'hangs_at_zero'" in told[0]
+        assert logged(trainer, "a3po/reward/timeouts")[-1] == 1
+
+
 def test_a_function_that_no_worker_can_get_is_refused_before_training(model_path, tmp_path):
     lock = threading.Lock()
 

@@ -434,6 +434,16 @@ def test_evaluation_samples_from_the_current_policy_while_training_rollouts_wait
     assert sorted(r.noise_key for r in trainer.args.engine.requests if r.noise_key < 1000) == list(range(12))
 
 
+def test_an_evaluations_publish_puts_off_no_publish_of_the_training(model_path, tmp_path):
+    engine = StubEngine(COMPLETE)
+    trainer = build(
+        model_path, tmp_path, engine=engine, eval_dataset=tiny_prompts(4), eval_strategy="steps", eval_steps=2,
+        per_device_eval_batch_size=4, max_steps=8, weight_sync_steps=3, max_staleness=4,
+    )  # fmt: skip
+    trainer.train()
+    assert engine.published == [0, 2, 3, 4, 6, 8]  # the training's are 0, 3 and 6
+
+
 def test_evaluation_batches_must_hold_whole_groups(model_path, tmp_path):
     trainer = build(model_path, tmp_path, eval_dataset=tiny_prompts(6), per_device_eval_batch_size=3)
     trainer._session = object.__new__(Session)

@@ -132,7 +132,7 @@ def _save_queue(trainer, folder: Path, slices: list[dict[str, Any] | None] | Non
             "micro_steps": trainer._step,
             "processes": trainer._team.size,
             "evaluation_noise": session.evaluation_noise,
-            "publishes_counted_from": session.published_version,
+            "publishes_counted_from": session.publishes_counted_from,
             "settings": settings(trainer),
             "reward_funcs": trainer.reward_func_names,
             "queue": values,

@@ -6,6 +6,7 @@ with their meaning, or are refused; prompts come in GRPOTrainer's order for the 
 
 import copy
 import itertools
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from trl_a3po.config import A3POConfig
 from trl_a3po.engines.embedded.engine import TransformersEngine
 from trl_a3po.engines.protocol import Engine, SamplingSettings
 from trl_a3po.engines.several import SeveralEngines
+from trl_a3po.errors import RewardError
 from trl_a3po.publish.collect import policy_parts, policy_spec
 from trl_a3po.publish.delivery import NUM_TEXTS, DeliveryCheck, KnownTokens, Policy
 from trl_a3po.publish.merged import merged_parts, merged_spec
@@ -33,12 +35,15 @@ from trl_a3po.publish.partitioned import PartitionedPolicy
 from trl_a3po.publish.perturb import WholePolicy
 from trl_a3po.resume import RunState
 from trl_a3po.rollout.group_filter import GroupFilter
+from trl_a3po.rollout.outcomes import Rejection
 from trl_a3po.rollout.prompts import PromptStream
 from trl_a3po.rollout.queue import GenerationQueue
 from trl_a3po.rollout.records import Group, Prompt, Score
 from trl_a3po.rollout.reward_workers import RewardWorkers
 from trl_a3po.rollout.rewards import RewardScorer
 from trl_a3po.rollout.takes import TakeClock
+
+logger = logging.getLogger(__name__)
 
 MOST_SLOTS = 64
 EVALUATION_NOISE = 1 << 40  # noise keys that no prompt of the training stream reaches
@@ -64,9 +69,10 @@ class Session:
         self._policy = policy
         self._states = PublishedStates(trainer)
         self._scorer = build_scorer(trainer, self._states)
-        # An evaluation publishes too, which must not put off the publish that a fixed lag counts on.
+        # With a fixed lag every batch has a publish of its own.
         self._weight_sync_steps = args.weight_sync_steps if args.lag is None else 1
         self.evaluation_noise = EVALUATION_NOISE
+        self._evaluated, self._evaluated_lost, self._told_of_lost = 0, [], False
         first_row = 0 if resumed is None else resumed.queue.first_row
         self.engine = build_engine(args, trainer.accelerator.device)
         self.queue = GenerationQueue(
@@ -101,13 +107,13 @@ class Session:
             dtype = engine_dtype(args, model, trainer.accelerator.mixed_precision)
             spec = (merged_spec if merges(args, model) else policy_spec)(model, dtype)
             self.engine.start(spec, sampling, policy.update(version, complete=True))
-            self.published_version = version
+            self.published_version = self.publishes_counted_from = version
             self._delivery = self._check_delivery(trainer, version) if args.delivery_check_steps else None
             if isinstance(self._scorer, RewardWorkers):
                 self._scorer.start()
             if resumed is not None:
                 self.queue.restore(resumed.queue, version)
-                self.published_version = resumed.publishes_counted_from
+                self.publishes_counted_from = resumed.publishes_counted_from
                 self.evaluation_noise = resumed.evaluation_noise or EVALUATION_NOISE
             self._states.published(version)
             self.queue.start(version)
@@ -116,12 +122,11 @@ class Session:
             raise
 
     def publish_if_due(self, version: int) -> None:
-        """Have the engine sample from the policy as `version`, unless it samples from one less than
-        `weight_sync_steps` older."""
-        if version - self.published_version >= self._weight_sync_steps:
+        """Have the engine sample from the policy as `version`, unless the last publish that was due is less than
+        `weight_sync_steps` older. An evaluation's is not counted: it puts off none."""
+        if version - self.publishes_counted_from >= self._weight_sync_steps:
             self._publish(version)
-            if self._delivery is not None:
-                self._delivery.after_publish(version)
+            self.publishes_counted_from = version
 
     def evaluate(self, trainer, rows: list[dict[str, Any]]) -> list[Group]:
         """Sample and score an evaluation batch from the current policy, while training rollouts go on.
@@ -133,8 +138,7 @@ class Session:
             ValueError: the batch does not hold whole groups.
         """
         version, size = trainer.state.global_step, trainer.num_generations_eval
-        if version != self.published_version:
-            self._publish(version)
+        self._publish(version)
         chunks = [rows[start : start + size] for start in range(0, len(rows), size)]
         if any(row["prompt"] != chunk[0]["prompt"] for chunk in chunks for row in chunk) or len(chunks[-1]) != size:
             raise ValueError(
@@ -149,7 +153,27 @@ class Session:
         for group, score in zip(groups, scores, strict=True):
             unscored = [[math.nan] * len(trainer.reward_funcs)] * size
             group.score = score if isinstance(score, Score) else Score(unscored)
+        lost = [score for score in scores if isinstance(score, Rejection)]
+        self._evaluated, self._evaluated_lost = self._evaluated + len(groups), [*self._evaluated_lost, *lost]
         return groups
+
+    def end_evaluation(self) -> None:
+        """Say what the evaluation's mean leaves out, once a run.
+
+        Raises:
+            RewardError: it has nothing left.
+        """
+        groups, self._evaluated = self._evaluated, 0
+        lost, self._evaluated_lost = self._evaluated_lost, []
+        if not lost:
+            return
+        what = f"{len(lost)} of {groups} groups of the evaluation have no reward, the last one because: "
+        what += f"{lost[-1].reason}"
+        if len(lost) == groups:
+            raise RewardError(f"{what}. Nothing is left to take its mean over: {lost[-1].remedy}.")
+        if not self._told_of_lost:
+            logger.warning("%s. The evaluation's rewards are those of the others: %s.", what, lost[-1].remedy)
+            self._told_of_lost = True
 
     @property
     def rewards_lost(self) -> dict[str, int]:
@@ -177,9 +201,14 @@ class Session:
         return check
 
     def _publish(self, version: int) -> None:
+        """Have the engine sample from the policy as `version`, if it does not yet, and check that it does when due."""
+        if version == self.published_version:
+            return
         self._states.published(version)
         self.queue.publish(self._policy.update(version))
         self.published_version = version
+        if self._delivery is not None:
+            self._delivery.after_publish(version)
 
     def close(self) -> None:
         """Stop everything; idempotent."""

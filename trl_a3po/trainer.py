@@ -292,6 +292,12 @@ class A3POTrainer(GRPOTrainer):
         sampled = [(group, number) for group in groups for number in range(len(group.rollouts))]
         self._taken = share_of(sampled, self._team.rank, self._team.size)
 
+    def evaluation_loop(self, *args, **kwargs):
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._running:
+            self._team.lead(lambda: self._session.end_evaluation())
+        return output
+
     def _checked(self, groups: list[Group]) -> list[Group]:
         check_completions(groups, self.max_completion_length, self.model.config.get_text_config().vocab_size)
         return groups
