@@ -83,7 +83,7 @@ def add_exact_head(model) -> None:
         if shift_labels is None:
             hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
         logits = self.get_output_embeddings()(hidden) / getattr(self.config, "logits_scaling", 1.0)
-        all_logps = (logits / TEMPERATURE).log_softmax(-1)
+        all_logps = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / TEMPERATURE).log_softmax(-1)
         mask = shift_labels != -100
         logps = all_logps.gather(-1, shift_labels.clamp(min=0)[..., None])[..., 0].masked_fill(~mask, 0)
         entropy = -(all_logps.exp() * all_logps).sum(-1).masked_fill(~mask, 0)
