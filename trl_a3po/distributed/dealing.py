@@ -2,13 +2,14 @@
 
 Guarantees: every process gets equally many rows; the rows of a group stay neighbours, so that TRL's reshaping of the
 gathered rewards to `(groups, num_generations)` still finds its groups; the costliest share is as small as a greedy
-choice makes it.
+deal and a few exchanges make it.
 """
 
 from collections.abc import Sequence
 
 from trl_a3po.rollout.records import Group
 
+_SWAPS = 32
 Row = tuple[Group, int]  # a group and the number of one of its rollouts
 
 
@@ -22,8 +23,9 @@ def row_cost(tokens: int, hidden_size: int) -> float:
 def deal(costs: Sequence[Sequence[float]], processes: int) -> list[tuple[int, int]]:
     """The order of a batch's rows in which process r trains on the r-th of `processes` equal stretches.
 
-    Where a stretch holds whole groups, whole groups are dealt, the costliest first, each to the process with the least
-    so far; where a group fills several stretches, its rows are. Where stretches cut groups in two, nothing is moved.
+    Where a stretch holds whole groups, whole groups are dealt, the costliest first, each to the process with the
+    least so far, and then exchanged while that helps; where a group fills several stretches, its rows are. Where
+    stretches cut groups in two, nothing is moved.
 
     Args:
         costs: of each group's rollouts, all groups of one size.
@@ -58,7 +60,31 @@ def _dealt(costs: Sequence[float], hands: int) -> list[list[int]]:
         cheapest = min(open_hands, key=lambda hand: totals[hand])
         dealt[cheapest].append(number)
         totals[cheapest] += costs[number]
+    for _ in range(_SWAPS):
+        if not _swap(dealt, totals, costs):
+            break
     return [sorted(hand) for hand in dealt]
+
+
+def _swap(dealt: list[list[int]], totals: list[float], costs: Sequence[float]) -> bool:
+    """Exchange one number of the costliest hand for one of another, so that the costlier of the two gets as cheap as
+    possible; whether that helped. Equal lengths leave a greedy deal more to gain than it has without them."""
+    most = max(range(len(dealt)), key=totals.__getitem__)
+    best, swap = totals[most], None
+    for other in range(len(dealt)):
+        for i, mine in enumerate(dealt[most]):
+            for j, theirs in enumerate(dealt[other]) if other != most else ():
+                less = costs[mine] - costs[theirs]
+                after = max(totals[most] - less, totals[other] + less)
+                if after < best * (1 - 1e-9):
+                    best, swap = after, (other, i, j, less)
+    if swap is None:
+        return False
+    other, i, j, less = swap
+    dealt[most][i], dealt[other][j] = dealt[other][j], dealt[most][i]
+    totals[most] -= less
+    totals[other] += less
+    return True
 
 
 def dealt_rows(groups: Sequence[Group], processes: int, hidden_size: int) -> list[Row]:
