@@ -14,7 +14,17 @@ from trl_a3po.rollout.endings import GenerationFailed
 from trl_a3po.rollout.outcomes import Rejection
 from trl_a3po.testing import StubEngine, scripted_completion
 
-TIMINGS = ("a3po/time", "a3po/engine", "a3po/queue", "runtime", "per_second", "step_time", "reward_time", "profiling")
+TIMINGS = (
+    "a3po/time",
+    "a3po/engine",
+    "a3po/delivery",
+    "a3po/queue",
+    "runtime",
+    "per_second",
+    "step_time",
+    "reward_time",
+    "profiling",
+)
 
 
 class SlowEngine(StubEngine):

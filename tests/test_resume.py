@@ -23,7 +23,8 @@ from trl_a3po.testing import StubEngine, scripted_completion
 
 GENERATIONS, LENGTH = 4, 6
 COMPLETE = scripted_completion(VOCAB, LENGTH)
-TIMED = ("time", "per_second", "a3po/queue", "a3po/engine/", "train_loss", "flos")  # true of a process, not of a run
+# True of a process, not of a run.
+TIMED = ("time", "per_second", "a3po/queue", "a3po/engine/", "a3po/delivery/", "train_loss", "flos")
 
 
 def reward(completion_ids, log_extra, log_metric, **kwargs):
