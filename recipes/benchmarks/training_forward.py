@@ -3,11 +3,12 @@
     python recipes/benchmarks/training_forward.py                          # one GPU; about five minutes on an H100
     python recipes/benchmarks/training_forward.py --shapes 0.6B --budget 90
     python recipes/benchmarks/training_forward.py --shapes tiny --lengths 48/24/4 --device cpu   # does it run at all
+    python recipes/benchmarks/training_forward.py --shapes 135M --lengths 36/6/8 --no_checkpointing   # the quickstart
 
 One micro-batch is one group: a prompt of P tokens with G completions of at most R, for each P/R/G of `--lengths`.
 Completion lengths are the quantiles of a log-normal (`--tail`, its sigma; 0 for equal lengths), the longest R: with
 the default 0.8 and G = 8 the shortest is 0.09 R and the mean 0.38 R. Models have random weights in bfloat16, gradient
-checkpointing on (TRL's default), and the 8B shape a LoRA adapter on all linear layers.
+checkpointing on (TRL's default), and the shapes 135M and 8B a LoRA adapter on all linear layers.
 
 Tokens per second count what the sequences hold without padding, prompts once for each completion, so that the same
 micro-batch counts alike however it is run. The predicted ratio is the cost model's that `shared_prompt="auto"` asks.
@@ -32,8 +33,8 @@ from trl_a3po.forward.layout import PackedBatch, pack, prompt_mates
 from trl_a3po.forward.packed import packed_logps
 from trl_a3po.publish.collect import base_model
 
-# name -> (model type, configuration, whether a LoRA adapter is trained); the shapes of Qwen3-0.6B, Qwen2.5-1.5B and
-# Llama-3.1-8B.
+# name -> (model type, configuration, whether a LoRA adapter is trained); the shapes of SmolLM2-135M, Qwen3-0.6B,
+# Qwen2.5-1.5B and Llama-3.1-8B.
 SHAPES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "tiny": (
         "qwen3",
@@ -47,6 +48,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any], bool]] = {
             "vocab_size": 512,
         },
         False,
+    ),
+    "135M": (
+        "llama",
+        {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 49_152,
+            "tie_word_embeddings": True,
+        },
+        True,
     ),
     "0.6B": (
         "qwen3",
@@ -115,7 +129,7 @@ def build_model(name: str, device: str, context: int, checkpointing: bool):
     install(model)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     if lora:
-        adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+        adapter = LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False)
         model = get_peft_model(model, adapter, autocast_adapter_dtype=False)
     if checkpointing:
         base = base_model(model)
