@@ -450,3 +450,21 @@ def test_a_checkpoint_copied_elsewhere_is_still_valid(build, tmp_path):
     resumed = build("resumed", max_steps=3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
     assert_same_run(resumed, whole)
+
+
+@pytest.mark.parametrize("before, after", [("async", "fixed_lag"), ("fixed_lag", "async")])
+def test_a_run_goes_on_with_the_other_schedule(build, before, after):
+    """Every prompt is trained once, within the bound; a fixed lag holds for all that is sampled after its ramp."""
+    first = build(schedule=before, max_staleness=2, max_steps=4)
+    first.train()
+    second = build("second", schedule=after, max_staleness=2)
+    second.train(resume_from_checkpoint=str(saved(first, 4)))
+    assert sorted(indices(first.takes) + indices(second.takes)) == list(range(20))
+    assert [version for version, _ in second.takes] == [4, 5, 6, 7, 8, 9]
+    staleness = {
+        version: {version - stamp for group in groups for rollout in group.rollouts for stamp in rollout.versions}
+        for version, groups in second.takes
+    }
+    assert all(max(ds) <= 2 for ds in staleness.values())
+    if after == "fixed_lag":
+        assert all(staleness[version] == {2} for version in (6, 7, 8, 9))
