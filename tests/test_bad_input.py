@@ -149,7 +149,7 @@ BUILT = {
     # lengths
     "completions longer than the context": (
         None, {"max_completion_length": 128}, ValueError,
-        "max_completion_length=128 with prompts of up to 1 tokens does not fit into the model's context of 128"),
+        "max_completion_length=128 leaves no room for a prompt in the model's context of 128 tokens: set it"),
     "prompts and completions longer than the context": (
         None, {"engine_max_prompt_tokens": 125}, ValueError, "with prompts of up to 125 tokens does not fit"),
     "deterministic without a longest prompt": (
