@@ -1,7 +1,10 @@
 """The delivery check inside a run: it catches, it logs, and it changes nothing."""
 
+import re
+
 import pytest
 import torch
+from datasets import IterableDataset
 from peft import LoraConfig
 
 from tests.publish.test_delivery import OtherTemperature, SkipsAllAdapters, StopsFollowing
@@ -113,6 +116,32 @@ def test_streams_are_checked_with_their_first_prompts(model_path, tmp_path):
     )
     trainer.train()
     assert len(logged(trainer, "a3po/delivery/gap")) == 2
+
+
+def test_the_check_does_not_start_a_stream_again(model_path, tmp_path):
+    started = []
+    for steps in (0, 1):
+
+        def rows():
+            started[-1] += 1
+            yield from tiny_prompts()
+
+        started.append(0)
+        stream = IterableDataset.from_generator(rows)
+        build(model_path, tmp_path, train_dataset=stream, max_steps=2, delivery_check_steps=steps).train()
+    assert started[0] == started[1]
+
+
+@pytest.mark.parametrize("disable_tqdm", [False, True])
+def test_a_run_says_what_it_does_at_its_start_unless_progress_is_switched_off(
+    model_path, tmp_path, capsys, disable_tqdm
+):
+    trainer = build(model_path, tmp_path, max_steps=1, delivery_check_steps=1)
+    trainer.args.disable_tqdm = disable_tqdm
+    trainer.train()
+    printed = capsys.readouterr().out
+    assert bool(re.search(r"starting the engine … done in \d", printed)) is not disable_tqdm
+    assert bool(re.search(r"checking the delivery of weights … done in \d", printed)) is not disable_tqdm
 
 
 def test_fresh_tokens_count_and_where_caches_are_kept_only_in_completions_of_one_version():

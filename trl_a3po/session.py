@@ -33,6 +33,7 @@ from trl_a3po.publish.delivery import NUM_TEXTS, DeliveryCheck, KnownTokens, Pol
 from trl_a3po.publish.merged import merged_parts, merged_spec
 from trl_a3po.publish.partitioned import PartitionedPolicy
 from trl_a3po.publish.perturb import WholePolicy
+from trl_a3po.report.progress import told
 from trl_a3po.resume import RunState
 from trl_a3po.rollout.group_filter import GroupFilter
 from trl_a3po.rollout.outcomes import Rejection
@@ -73,13 +74,13 @@ class Session:
         self._weight_sync_steps = args.weight_sync_steps if args.lag is None else 1
         self.evaluation_noise = EVALUATION_NOISE
         self._evaluated, self._evaluated_lost, self._told_of_lost = 0, [], False
+        shown = not args.disable_tqdm
         first_row = 0 if resumed is None else resumed.queue.first_row
         self.engine = build_engine(args, trainer.accelerator.device)
+        prompts = PromptStream(prompt_rows(trainer, first_row), lambda row: tokenize_prompt(trainer, row), first_row)
         self.queue = GenerationQueue(
             engine=self.engine,
-            prompts=PromptStream(
-                prompt_rows(trainer, first_row), lambda row: tokenize_prompt(trainer, row), first_row
-            ),
+            prompts=prompts,
             score=GroupFilter(
                 self._scorer,
                 drops_zero_variance=args.drop_zero_variance_groups,
@@ -106,15 +107,19 @@ class Session:
         try:
             dtype = engine_dtype(args, model, trainer.accelerator.mixed_precision)
             spec = (merged_spec if merges(args, model) else policy_spec)(model, dtype)
-            self.engine.start(spec, sampling, policy.update(version, complete=True))
+            with told("starting the engine", shown):
+                self.engine.start(spec, sampling, policy.update(version, complete=True))
             self.published_version = self.publishes_counted_from = version
-            self._delivery = self._check_delivery(trainer, version) if args.delivery_check_steps else None
             if isinstance(self._scorer, RewardWorkers):
                 self._scorer.start()
             if resumed is not None:
                 self.queue.restore(resumed.queue, version)
                 self.publishes_counted_from = resumed.publishes_counted_from
                 self.evaluation_noise = resumed.evaluation_noise or EVALUATION_NOISE
+            self._delivery = None
+            if args.delivery_check_steps:
+                with told("checking the delivery of weights", shown):
+                    self._delivery = self._check_delivery(args, prompts, version)
             self._states.published(version)
             self.queue.start(version)
         except BaseException:
@@ -185,14 +190,16 @@ class Session:
         """What the delivery checks since the last call found between engine and trainer: mean |Δ log-prob|."""
         return [] if self._delivery is None else self._delivery.measured()
 
-    def _check_delivery(self, trainer, version: int) -> DeliveryCheck:
-        args = trainer.args
+    def _check_delivery(self, args: A3POConfig, prompts: PromptStream, version: int) -> DeliveryCheck | None:
+        """The check, made once; `None` where there is no prompt to make it with, and so nothing to sample."""
         texts = max(NUM_TEXTS, len(args.engine_devices))  # one for each
-        prompts = [tokenize_prompt(trainer, row) for row in itertools.islice(trainer.train_dataset, texts)]
+        known = [prompt.token_ids for prompt in prompts.peek(texts)]
+        if not known:
+            return None
         check = DeliveryCheck(
             self.engine,
             self._policy,
-            KnownTokens.after(prompts, args.max_completion_length),
+            KnownTokens.after(known, args.max_completion_length),
             temperature=args.temperature,
             every=args.delivery_check_steps,
             timeout=args.stall_timeout,

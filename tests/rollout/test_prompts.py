@@ -47,3 +47,10 @@ def test_an_empty_prompt_is_named_and_never_skipped():
         with pytest.raises(ValueError, match=r"Row 1 .* empty prompt .*'number': 1"):
             stream.fill(3)
     assert stream.buffered == 1
+
+
+def test_peeked_prompts_stay_and_a_short_source_gives_what_it_has():
+    stream = make_prompts(3)
+    assert [prompt.index for prompt in stream.peek(2)] == [0, 1] and stream.cursor == 0
+    assert [prompt.index for prompt in stream.peek(5)] == [0, 1, 2]
+    assert [stream.pop().index for _ in range(3)] == [0, 1, 2] and stream.peek(1) == []

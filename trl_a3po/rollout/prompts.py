@@ -4,6 +4,7 @@ Guarantees: rows are read and tokenised only by the thread that calls `fill` (th
 are not thread-safe); prompts come out in the order of the rows, each once, numbered without gaps.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -84,6 +85,15 @@ class PromptStream:
             self._buffer.append(Prompt(self._tokenised, self._row, token_ids))
             self._tokenised += 1
             self._row = None
+
+    def peek(self, count: int) -> list[Prompt]:
+        """The next `count` prompts, or those that are left; they stay in the stream. Main thread only.
+
+        Raises:
+            ValueError: as `fill`.
+        """
+        self.fill(count)
+        return list(itertools.islice(self._buffer, count))
 
     def pop(self) -> Prompt:
         """The next prompt.
