@@ -1,0 +1,194 @@
+"""Sampling settings as vLLM's `/v1/completions` takes them, and its answers as tokens and log-probs: no I/O.
+
+Guarantees: prompts and completions are token ids both ways, so nothing is tokenised again; every setting is sent, so
+a model's or server's own defaults decide nothing; an answer that is not exactly what was asked for is an
+`AnswerFault`.
+
+Which log-probs: with temperature 1 the server's `--logprobs-mode` may be "raw_logprobs" (before any filter) or, when
+nothing filters, "processed_logprobs". Another temperature is in "processed_logprobs" alone, which filters would
+renormalise: such settings are refused.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trl_a3po.engines.protocol import SamplingSettings
+from trl_a3po.engines.vllm.http import AnswerFault, decode_json
+
+SCORES_PER_CALL = 64  # vLLM takes at most 128 `logprob_token_ids`
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one sequence, in order; `finish` is `None` while there are more to come."""
+
+    index: int
+    token_ids: list[int]
+    logps: list[float]
+    finish: Literal["stop", "length", "abort"] | None
+
+
+def logprobs_modes(sampling: SamplingSettings) -> tuple[str, ...]:
+    """The `--logprobs-mode`s under which the server's log-probs are behavior log-probs, the preferred one first.
+
+    Raises:
+        ValueError: there is none.
+    """
+    filters = filters_of(sampling)
+    if not filters:
+        return ("processed_logprobs", "raw_logprobs") if sampling.temperature == 1.0 else ("processed_logprobs",)
+    if sampling.temperature == 1.0:
+        return ("raw_logprobs",)
+    raise ValueError(
+        f"engine='vllm' with temperature={sampling.temperature:g} and {', '.join(filters)} cannot give behavior "
+        "log-probs: vLLM's are either without the temperature or renormalised by the filter. Set temperature=1.0, or "
+        "leave the filter out, or set engine='transformers'."
+    )
+
+
+def filters_of(sampling: SamplingSettings) -> list[str]:
+    """The settings that change the distribution beside the temperature."""
+    settings = {
+        "top_p": sampling.top_p < 1.0,
+        "top_k": sampling.top_k > 0,
+        "min_p": bool(sampling.min_p),
+        "repetition_penalty": sampling.repetition_penalty != 1.0,
+        "suppress_tokens": bool(sampling.suppress_token_ids),
+        "min_new_tokens": sampling.min_new_tokens > 0,
+    }
+    return [name for name, is_set in settings.items() if is_set]
+
+
+def completion_body(
+    sampling: SamplingSettings,
+    model: str,
+    salt: str,
+    prompt_ids: Sequence[int],
+    *,
+    count: int,
+    done: int,
+    stream: bool,
+) -> dict[str, Any]:
+    """The request for `count` completions after `prompt_ids`, whose last `done` tokens are the completion's first."""
+    body: dict[str, Any] = {
+        **_common(model, salt),
+        "prompt": list(prompt_ids),
+        "n": count,
+        "max_tokens": sampling.max_new_tokens - done,
+        "min_tokens": max(0, sampling.min_new_tokens - done),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p or 0.0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # stop_token_ids has what ends a completion, and nothing else does
+        "stream": stream,
+    }
+    if sampling.suppress_token_ids:
+        body["logit_bias"] = {str(token): -100.0 for token in sampling.suppress_token_ids}
+    return body
+
+
+def parse_answer(text: str, count: int) -> list[Piece]:
+    """The `count` sequences of a whole answer."""
+    pieces = _pieces(decode_json(text), count)
+    if sorted(piece.index for piece in pieces) != list(range(count)):
+        raise AnswerFault(f"An answer has the sequences {[p.index for p in pieces]}, but {count} were asked for.")
+    if any(piece.finish is None for piece in pieces):
+        raise AnswerFault("An answer holds a completion that is not finished.")
+    return pieces
+
+
+def parse_event(data: str, count: int) -> list[Piece]:
+    """The tokens of one event of a stream."""
+    return _pieces(decode_json(data), count)
+
+
+def score_body(
+    temperature: float, model: str, salt: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], start: int
+) -> dict[str, Any]:
+    """The request for log-probs of the `SCORES_PER_CALL` completion tokens from `start` on, each as the first token
+    sampled after those before it: by the forward, temperature and log-softmax that rollouts go through."""
+    ends = range(start, min(start + SCORES_PER_CALL, len(completion_ids)))
+    return {
+        **_common(model, salt),
+        "prompt": [[*prompt_ids, *completion_ids[:end]] for end in ends],
+        "logprob_token_ids": sorted({completion_ids[end] for end in ends}),
+        "max_tokens": 1,
+        "temperature": temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "ignore_eos": True,
+    }
+
+
+def parse_score(text: str, completion_ids: Sequence[int], start: int) -> list[float] | None:
+    """The log-probs of the answer to `score_body`; `None` if the server does not know `logprob_token_ids`."""
+    tokens = completion_ids[start : start + SCORES_PER_CALL]
+    choices = sorted(_choices(decode_json(text)), key=lambda choice: choice.get("index", -1))
+    if len(choices) != len(tokens):
+        raise AnswerFault(f"An answer has {len(choices)} scores, but {len(tokens)} were asked for.")
+    found = []
+    for choice, token in zip(choices, tokens, strict=True):
+        try:
+            found.append(choice["logprobs"]["top_logprobs"][0].get(f"token_id:{token}"))
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise AnswerFault(f"A score lacks its log-probs: {str(choice)[:300]}.") from error
+    return None if any(logp is None for logp in found) else found
+
+
+def prompt_score_body(model: str, salt: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> dict:
+    """The request for log-probs of a text at temperature 1, for servers without `logprob_token_ids`."""
+    body = {**_common(model, salt), "prompt": [*prompt_ids, *completion_ids], "max_tokens": 1, "prompt_logprobs": 0}
+    return body | {"temperature": 1.0, "ignore_eos": True}
+
+
+def parse_prompt_score(text: str, completion_ids: Sequence[int]) -> list[float]:
+    (choice,) = _choices(decode_json(text))
+    try:
+        rows = choice["prompt_logprobs"][-len(completion_ids) :]
+        return [row[str(token)]["logprob"] for row, token in zip(rows, completion_ids, strict=True)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise AnswerFault(f"A score lacks its log-probs: {str(choice)[:300]}.") from error
+
+
+def _common(model: str, salt: str) -> dict[str, Any]:
+    return {
+        "model": model,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "cache_salt": salt,  # no prefix of one version's weights serves another's
+    }
+
+
+def _choices(answer: Any) -> list[dict]:
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise AnswerFault(f"An answer is no completion: {str(answer)[:300]}.")
+    return choices
+
+
+def _pieces(answer: Any, count: int) -> list[Piece]:
+    return [_piece(choice, count) for choice in _choices(answer)]
+
+
+def _piece(choice: dict, count: int) -> Piece:
+    index, token_ids, finish = choice.get("index"), choice.get("token_ids") or [], choice.get("finish_reason")
+    logps = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    if not isinstance(index, int) or not 0 <= index < count:
+        raise AnswerFault(f"An answer has a sequence {index!r}, but {count} were asked for.")
+    if len(token_ids) != len(logps):
+        raise AnswerFault(f"An answer has {len(token_ids)} token ids and {len(logps)} log-probs.")
+    if not all(isinstance(token, int) and token >= 0 for token in token_ids):
+        raise AnswerFault(f"An answer holds token ids that are none: {token_ids[:8]}.")
+    if not all(isinstance(logp, int | float) and math.isfinite(logp) and logp <= 1e-4 for logp in logps):
+        raise AnswerFault(f"An answer holds log-probs that are none: {logps[:8]}.")
+    if finish not in (None, "stop", "length", "abort"):
+        raise AnswerFault(f"A completion ended with finish_reason={finish!r}.")
+    return Piece(index, token_ids, [float(logp) for logp in logps], finish)

@@ -1,0 +1,178 @@
+"""HTTP calls with limits, to one server: JSON out, an answer back, whole or as a stream of events.
+
+Guarantees: a call ends within its limit whatever the server does, also one that sends a byte now and then; it can be
+ended from another thread; what goes wrong is an `HttpFault` of one of four kinds. One call is one connection.
+"""
+
+import contextlib
+import http.client
+import io
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+CONNECT_LIMIT = 5.0
+_SHOWN = 400  # characters of an answer in an error
+
+
+class HttpFault(Exception):
+    """A call did not bring what it was made for; the message is one sentence."""
+
+
+class ConnectionFault(HttpFault):
+    """The server could not be reached, or the connection broke: it may be gone."""
+
+
+class LimitFault(HttpFault):
+    """The answer was not complete within the limit."""
+
+
+class StatusFault(HttpFault):
+    """The server refused, or failed."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+class AnswerFault(HttpFault):
+    """The answer is not what was asked for."""
+
+
+class Call:
+    """One request to `base_url`, made when its answer is read; read it once.
+
+    Args:
+        base_url: such as "http://localhost:8000", with or without a path below which the server answers.
+        path: of the request, with its query.
+        body: sent as JSON; `None` sends none.
+        limit: seconds for all of it.
+    """
+
+    def __init__(self, base_url: str, method: str, path: str, body: Any = None, *, limit: float):
+        self._base_url = base_url
+        self._method = method
+        self._path = path
+        self._body = None if body is None else json.dumps(body).encode()
+        self._limit = limit
+        self._socket: socket.socket | None = None
+        self._ended = False
+
+    def text(self) -> str:
+        """The whole answer."""
+        with self._answer() as response:
+            return response.read().decode(errors="replace")
+
+    def events(self) -> Iterator[str]:
+        """The data of each server-sent event, until "[DONE]"; a stream that ends before that raises."""
+        with self._answer() as response:
+            while line := response.readline():
+                data = line.decode(errors="replace").strip()
+                if data == "data: [DONE]":
+                    return
+                if data:
+                    if not data.startswith("data: "):
+                        raise AnswerFault(f"{self._named} sent {data[:_SHOWN]!r} in a stream of events.")
+                    yield data.removeprefix("data: ")
+        raise ConnectionFault(f"{self._named} ended its stream before it was complete.")
+
+    def end(self) -> None:
+        """Break the connection; the reader gets a `ConnectionFault`. From any thread, idempotent."""
+        self._ended = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def _named(self) -> str:
+        return f"{self._base_url}{self._path.partition('?')[0]}"
+
+    @contextlib.contextmanager
+    def _answer(self) -> Iterator[http.client.HTTPResponse]:
+        url, deadline = urlsplit(self._base_url), time.monotonic() + self._limit
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(url.hostname, url.port, timeout=min(CONNECT_LIMIT, self._limit))
+        try:
+            connection.connect()
+            self._socket = connection.sock
+            if self._ended:
+                raise ConnectionFault(f"The call of {self._named} was ended.")
+            connection.sock = _Limited(connection.sock, deadline)
+            headers = {"Connection": "close", "Content-Type": "application/json"}
+            if key := os.environ.get("VLLM_API_KEY"):
+                headers["Authorization"] = f"Bearer {key}"
+            connection.request(self._method, f"{url.path.rstrip('/')}{self._path}", self._body, headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                shown = response.read().decode(errors="replace")[:_SHOWN]
+                raise StatusFault(f"{self._named} answered {response.status}: {shown}", response.status)
+            yield response
+        except TimeoutError as error:
+            if time.monotonic() < deadline:  # while connecting
+                raise ConnectionFault(f"{self._named} could not be reached within {CONNECT_LIMIT:g} s.") from error
+            raise LimitFault(f"{self._named} did not answer within {self._limit:g} s.") from error
+        except http.client.IncompleteRead as error:
+            raise ConnectionFault(f"{self._named} broke the connection within its answer.") from error
+        except (OSError, http.client.RemoteDisconnected) as error:
+            raise ConnectionFault(f"{self._named} could not be reached: {error or type(error).__name__}.") from error
+        except (http.client.HTTPException, ValueError) as error:
+            raise AnswerFault(f"{self._named} did not answer in HTTP: {error!r}.") from error
+        finally:
+            connection.close()
+            if self._socket is not None:
+                self._socket.close()
+
+
+def fetch_json(base_url: str, method: str, path: str, body: Any = None, *, limit: float) -> Any:
+    """The answer of one call, decoded; `None` when it is empty."""
+    return decode_json(Call(base_url, method, path, body, limit=limit).text())
+
+
+def decode_json(text: str) -> Any:
+    try:
+        return json.loads(text) if text else None
+    except json.JSONDecodeError as error:
+        raise AnswerFault(f"An answer is not JSON: {text[:_SHOWN]!r}.") from error
+
+
+class _Limited:
+    """What `http.client` uses of a socket, each wait cut at a deadline for all of them."""
+
+    def __init__(self, sock: socket.socket, deadline: float):
+        self._socket = sock
+        self._deadline = deadline
+
+    def sendall(self, data: bytes) -> None:
+        self._aim()
+        self._socket.sendall(data)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_Reader(self))
+
+    def receive_into(self, buffer) -> int:
+        self._aim()
+        return self._socket.recv_into(buffer)
+
+    def close(self) -> None:
+        """Nothing: `http.client` is done with it before the answer is read."""
+
+    def _aim(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, limited: _Limited):
+        self._limited = limited
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        return self._limited.receive_into(buffer)

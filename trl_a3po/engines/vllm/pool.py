@@ -1,0 +1,532 @@
+"""The servers of a run and the rollouts they work on: who gets what, and what happens when one fails.
+
+Guarantees:
+- every submitted request ends in one event, or is cancelled; a call that fails is made again, a few times, on the
+  server with the least to do, and what had been sampled by then is kept, with its versions;
+- a server gets work only while it carries the publication that is current: one that was lost, or comes back, gets it
+  first;
+- a token's version: every call names the weights of one version and ends before they change, so its tokens carry that
+  version. The exception is `streams`, for whole weights with `kv_on_publish="keep"`: there each token carries the
+  version of its server's weights when it arrives, and a publish changes that version while the server is paused and
+  has sent all it had sampled, by its own count of tokens. A server whose count does not come out (another client, or
+  events of several tokens) may have a few more: the first event of each sequence after such a publish then carries
+  the older version, and is counted;
+- all servers out of reach for `outage_limit` seconds end the run with one error.
+
+Threads: one for each server, which watches it, and one for each call.
+"""
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trl_a3po.engines.protocol import EngineEvent, GroupFailed, GroupRequest, SamplingSettings
+from trl_a3po.engines.vllm.completions import Piece, completion_body, parse_answer, parse_event
+from trl_a3po.engines.vllm.http import AnswerFault, Call, ConnectionFault, HttpFault, LimitFault, StatusFault
+from trl_a3po.engines.vllm.server import Facts, Server
+from trl_a3po.engines.vllm.work import Group, Job, JobQueue
+from trl_a3po.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+MOST_TRIES = 5
+MISSED_PINGS = 3
+SETTLE_LIMIT = 2.0
+IDLE_LIMIT = 60.0  # seconds for calls to return once a server has ended them
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What the servers carry: a policy version, the model's name in a request ("": the server's own), and the salt of
+    its prefix cache."""
+
+    version: int
+    model: str
+    salt: str
+
+
+@dataclass(eq=False)
+class Running:
+    """A call being made."""
+
+    job: Job
+    member: "Member"
+    publication: Publication
+    http: Call
+    bounded: set[int] = field(default_factory=set)  # sequences whose next event may be older than the publication
+
+
+@dataclass(eq=False)
+class Member:
+    """A server in the pool. "live": it carries the current publication and gets work; "behind": it could, once it is
+    published to; "down": out of reach."""
+
+    server: Server
+    state: Literal["live", "behind", "down"] = "down"
+    facts: Facts | None = None
+    running: set[Running] = field(default_factory=set)
+    version: int = -1
+    received: int = 0  # tokens since `counted`
+    counted: int | None = None
+    pings_missed: int = 0
+    last_fault: str = "it was never reached"
+
+    @property
+    def load(self) -> int:
+        return sum(len(call.job.sequences) for call in self.running)
+
+    def has_room(self, count: int) -> bool:
+        # Half as many again wait at the server, so that a slot is refilled at once.
+        most = self.facts.max_num_seqs
+        return self.load + count <= max(count, most + most // 2)
+
+
+class ServerPool:
+    """
+    Args:
+        servers: at least one.
+        sampling: the same for every request.
+        check: facts of a server -> raises `EngineError` if it does not fit the run.
+        deliver: has a server carry what was published last; `None`: only a publish can.
+        streams: tokens are taken as they come (see the versions above).
+        request_limit: seconds for one call.
+        outage_limit: seconds without any server.
+        poll: seconds between two looks at a server.
+        keep_alive: called by the watching thread of the first server; it restarts a process of ours.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        sampling: SamplingSettings,
+        *,
+        check: Callable[[Server, Facts], None],
+        deliver: Callable[[Server], None] | None,
+        streams: bool,
+        request_limit: float,
+        outage_limit: float,
+        poll: float = 1.0,
+        keep_alive: Callable[[], None] = lambda: None,
+    ):
+        self.members = [Member(server) for server in servers]
+        self._sampling = sampling
+        self._check = check
+        self._deliver = deliver
+        self._streams = streams
+        self._request_limit = request_limit
+        self._outage_limit = outage_limit
+        self._poll = poll
+        self._keep_alive = keep_alive
+        self.changing = threading.RLock()  # held while what servers carry is changed
+        self._changed = threading.Condition()  # guards all that follows, and the members
+        self._publication: Publication | None = None
+        self._held = False
+        self._jobs = JobQueue()
+        self._groups: dict[int, Group] = {}
+        self._events: list[EngineEvent] = []
+        self._error: str | None = None
+        self._closed = self._was_busy = False
+        self._alive_at = time.monotonic()
+        self._busy_since: float | None = None
+        self.busy_seconds = 0.0
+        self.tokens = 0
+        self.counts = dict.fromkeys(
+            ("servers_lost", "servers_back", "calls_failed", "timeouts", "garbage_answers", "bounded_tokens"), 0
+        )
+        self._threads: list[threading.Thread] = []
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        with self._changed:
+            self._raise_if_over()
+            for request in requests:
+                group = self._groups[request.request_id] = Group.of(request)
+                self._jobs.append(Job(group, list(group.sequences)))
+            self._dispatch()
+
+    def wait(self, timeout: float) -> list[EngineEvent]:
+        with self._changed:
+            if not self._events and self._error is None:
+                self._changed.wait(timeout)
+            if not self._events:
+                self._raise_if_over()
+            events, self._events = self._events, []
+            return events
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        with self._changed:
+            for request_id in request_ids:
+                if group := self._groups.pop(request_id, None):
+                    group.cancelled = True
+            self._jobs.drop_cancelled()
+            for member in self.members:
+                for call in member.running:
+                    if call.job.group.cancelled:
+                        call.http.end()
+            cancelled = set(request_ids)
+            self._events = [event for event in self._events if event.request_id not in cancelled]
+
+    # --- servers ------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Begin to look after the servers."""
+        for number, member in enumerate(self.members):
+            thread = threading.Thread(
+                target=self._watch, args=(member, number == 0), name=f"a3po-vllm-{number}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def targets(self) -> list[Member]:
+        """Members that can be published to."""
+        with self._changed:
+            return [member for member in self.members if member.state != "down"]
+
+    def live(self) -> list[Member]:
+        with self._changed:
+            return [member for member in self.members if member.state == "live"]
+
+    def admit(self, member: Member, facts: Facts) -> None:
+        """A server answers again."""
+        with self._changed:
+            member.facts, member.pings_missed = facts, 0
+            member.state, member.version = "behind", -1
+
+    def set_publication(self, publication: Publication, carriers: Sequence[Member]) -> None:
+        """From now on work goes to `carriers`, which carry `publication`, and is stamped with its version."""
+        with self._changed:
+            self._publication = publication
+            for member in self.members:
+                if member in carriers and member.state != "down":
+                    member.state, member.version = "live", publication.version
+                elif member.state == "live":
+                    member.state = "behind"
+            self._dispatch()
+
+    def scored(self, member: Member, tokens: int) -> None:
+        """A server has sampled `tokens` of another's calls."""
+        with self._changed:
+            member.received += tokens
+
+    def in_use(self) -> set[str]:
+        """Model names of the calls being made."""
+        with self._changed:
+            return {call.publication.model for member in self.members for call in member.running}
+
+    def hold(self, held: bool) -> None:
+        """Whether work waits here instead of going out."""
+        with self._changed:
+            self._held = held
+            self._dispatch()
+
+    def lost(self, member: Member, why: str) -> None:
+        with self._changed:
+            self._lose(member, why)
+
+    def abort_calls(self, member: Member, *, all_of_them: bool) -> None:
+        """Have a server end its calls where they are; they go out again under the publication that is current then.
+
+        Args:
+            all_of_them: wait until every call has returned, also one that reaches the server meanwhile; it stays
+                paused.
+        """
+        deadline = time.monotonic() + IDLE_LIMIT
+        while True:
+            member.server.pause("abort")
+            with self._changed:
+                if not all_of_them or self._changed.wait_for(lambda: not member.running, 0.25):
+                    return
+            if time.monotonic() > deadline:
+                raise LimitFault(f"{member.server.url} did not end its calls within {IDLE_LIMIT:g} s.")
+
+    def settle(self, member: Member) -> None:
+        """Wait until a paused server has sent all it had sampled; afterwards its tokens are of the next version."""
+        deadline = time.monotonic() + SETTLE_LIMIT
+        exact = member.facts.stream_interval == 1
+        while True:
+            total = member.server.generated_tokens()
+            with self._changed:
+                if total is None or member.counted is None:
+                    exact = False
+                elif member.counted + member.received == total:
+                    break
+                if not exact or time.monotonic() > deadline:
+                    exact = False
+                    break
+            time.sleep(0.01)
+        if not exact:
+            time.sleep(0.1)  # for what is still on its way
+        with self._changed:
+            member.counted, member.received = total, 0
+            for call in member.running:
+                call.bounded = set() if exact else set(range(len(call.job.sequences)))
+
+    # --- any thread ---------------------------------------------------------------------------------------------
+
+    def numbers(self) -> tuple[int, int, float, dict[str, float]]:
+        """Sequences being decoded, requests waiting here, busy seconds, and the counts."""
+        with self._changed:
+            busy = self.busy_seconds + (time.monotonic() - self._busy_since if self._busy_since else 0.0)
+            live = sum(member.state == "live" for member in self.members)
+            active = sum(member.load for member in self.members)
+            return active, len(self._jobs), busy, {**self.counts, "servers_live": live}
+
+    def end_with(self, error: str) -> None:
+        with self._changed:
+            self._end_with(error)
+
+    @property
+    def was_busy(self) -> bool:
+        """Whether there were calls when the pool was closed."""
+        return self._was_busy
+
+    def raise_if_over(self) -> None:
+        with self._changed:
+            self._raise_if_over()
+
+    def close(self) -> None:
+        with self._changed:
+            self._was_busy = self._was_busy or any(member.running for member in self.members)
+            self._closed = True
+            self._jobs.clear()
+            for member in self.members:
+                for call in member.running:
+                    call.http.end()
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2.0)
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """Hand out what waits; the caller holds the lock."""
+        if self._held or self._closed or self._error or self._publication is None:
+            return
+        for job in self._jobs.due():
+            candidates = [m for m in self.members if m.state == "live"]
+            if reason := self._too_long(job, candidates):
+                self._jobs.remove(job)
+                self._fail(job.group, reason)
+                continue
+            candidates = [m for m in candidates if m.has_room(len(job.sequences))]
+            if not candidates:
+                return
+            member = min(candidates, key=lambda m: m.load / m.facts.max_num_seqs)
+            self._jobs.remove(job)
+            self._call(job, member)
+
+    def _call(self, job: Job, member: Member) -> None:
+        publication = self._publication
+        body = completion_body(
+            self._sampling,
+            publication.model or member.facts.model,
+            publication.salt,
+            job.prompt_ids,
+            count=len(job.sequences),
+            done=len(job.sequences[0].token_ids),
+            stream=self._streams,
+        )
+        running = Running(job, member, publication, member.server.completion(body, self._request_limit))
+        member.running.add(running)
+        if self._busy_since is None:
+            self._busy_since = time.monotonic()
+        threading.Thread(target=self._make, args=(running,), name="a3po-vllm-call", daemon=True).start()
+
+    def _make(self, call: Running) -> None:
+        """The thread of one call."""
+        count, fault = len(call.job.sequences), None
+        try:
+            if self._streams:
+                for data in call.http.events():
+                    self._take(call, parse_event(data, count))
+            else:
+                self._take(call, parse_answer(call.http.text(), count))
+        except HttpFault as error:
+            fault = error
+        except BaseException:
+            self.end_with(f"A call of the vLLM engine failed by itself:\n{traceback.format_exc()}")
+        with self._changed:
+            self._returned(call, fault)
+            self._dispatch()
+            self._changed.notify_all()
+
+    def _take(self, call: Running, pieces: list[Piece]) -> None:
+        with self._changed:
+            if call not in call.member.running:  # its server was lost, and the job has gone elsewhere
+                raise ConnectionFault("The call was given up.")
+            for piece in pieces:
+                version = call.member.version if self._streams else call.publication.version
+                if piece.index in call.bounded and piece.token_ids:
+                    call.bounded.discard(piece.index)
+                    sequence = call.job.sequences[piece.index]
+                    version = sequence.versions[-1] if sequence.versions else version
+                    self.counts["bounded_tokens"] += len(piece.token_ids)
+                call.job.sequences[piece.index].add(piece, version, self._sampling)
+                self.tokens += len(piece.token_ids)
+                call.member.received += len(piece.token_ids)
+
+    def _returned(self, call: Running, fault: HttpFault | None) -> None:
+        """Account for a call that has ended; the caller holds the lock."""
+        member, job = call.member, call.job
+        given_up = call not in member.running  # by `_lose`, which has put its job back
+        member.running.discard(call)
+        if self._busy_since is not None and not any(m.running for m in self.members):
+            self.busy_seconds += time.monotonic() - self._busy_since
+            self._busy_since = None
+        if given_up or self._closed or job.group.cancelled:
+            member.counted = None
+            return
+        if fault is not None:
+            self._failed(call, fault)
+        elif job.group.finished:
+            if self._groups.pop(job.group.request.request_id, None):
+                self._events.append(job.group.event())
+        else:
+            self._jobs.put_back(job.rest(failed=False))
+
+    def _failed(self, call: Running, fault: HttpFault) -> None:
+        member, job = call.member, call.job
+        member.counted = None
+        self.counts["calls_failed"] += 1
+        self.counts["timeouts"] += isinstance(fault, LimitFault)
+        self.counts["garbage_answers"] += isinstance(fault, AnswerFault)
+        refused = isinstance(fault, StatusFault) and fault.status in (400, 413, 422)
+        if job.tries + 1 >= MOST_TRIES or refused:
+            self._fail(job.group, f"{'Refused' if refused else f'Failed {MOST_TRIES} times in a row'}: {fault}")
+        else:
+            self._jobs.put_back(job.rest(failed=True))
+        # A server that does not know the adapter is not the one that was published to.
+        if isinstance(fault, ConnectionFault) or (isinstance(fault, StatusFault) and fault.status == 404):
+            self._lose(member, str(fault))
+
+    def _fail(self, group: Group, reason: str) -> None:
+        if self._groups.pop(group.request.request_id, None):
+            self._events.append(GroupFailed(group.request.request_id, reason))
+        group.cancelled = True
+        self._jobs.drop_cancelled()
+        self._changed.notify_all()
+
+    def _too_long(self, job: Job, candidates: list[Member]) -> str | None:
+        length = len(job.group.request.prompt_ids) + self._sampling.max_new_tokens
+        for member in candidates:
+            if length > member.facts.max_model_len:
+                return (
+                    f"A prompt of {len(job.group.request.prompt_ids)} tokens and {self._sampling.max_new_tokens} new "
+                    f"ones do not fit into the {member.facts.max_model_len} of {member.server.url}: start it with a "
+                    f"larger --max-model-len."
+                )
+        return None
+
+    # --- watching -----------------------------------------------------------------------------------------------
+
+    def _watch(self, member: Member, first: bool) -> None:
+        """The thread of one server."""
+        while True:
+            try:
+                if first:
+                    self._keep_alive()
+                self._look_at(member)
+            except EngineError as error:
+                self.end_with(str(error))
+            except BaseException:
+                self.end_with(f"Watching {member.server.url} failed by itself:\n{traceback.format_exc()}")
+            with self._changed:
+                if self._closed or self._error:
+                    return
+                self._note_outage()
+                self._dispatch()  # what has waited long enough
+                self._changed.wait_for(lambda: self._closed, self._poll)
+                if self._closed:
+                    return
+
+    def _look_at(self, member: Member) -> None:
+        try:
+            member.server.ping(max(1.0, self._poll))
+        except HttpFault as fault:
+            with self._changed:
+                member.pings_missed += 1
+                member.last_fault = str(fault)
+                if not isinstance(fault, LimitFault) or member.pings_missed >= MISSED_PINGS:
+                    self._lose(member, str(fault))
+            return
+        member.pings_missed = 0
+        if member.state == "down":
+            try:
+                self._bring_up(member)
+            except HttpFault as fault:
+                member.last_fault = str(fault)
+            except EngineError as error:  # another server answers there now
+                if member.last_fault != str(error):
+                    logger.warning("%s", error)
+                member.last_fault = str(error)
+
+    def _bring_up(self, member: Member) -> None:
+        facts = member.server.facts()
+        self._check(member.server, facts)
+        with self.changing:
+            with self._changed:
+                publication, over = self._publication, self._closed or self._error
+            if over:
+                return
+            self.admit(member, facts)
+            if publication is None or self._deliver is None:
+                return
+            try:
+                self._deliver(member.server)
+            except HttpFault as fault:
+                self.lost(member, str(fault))
+                return
+            with self._changed:
+                member.state, member.version, member.counted = "live", publication.version, None
+                self.counts["servers_back"] += 1
+                self._dispatch()
+        logger.warning("%s is back and carries version %d.", member.server.url, publication.version)
+
+    def _lose(self, member: Member, why: str) -> None:
+        """Its work goes elsewhere; the caller holds the lock."""
+        member.last_fault = why
+        if member.state == "down":
+            return
+        member.state, member.version, member.counted = "down", -1, None
+        self.counts["servers_lost"] += 1
+        if not self._closed:
+            logger.warning("A vLLM server was lost, with %d rollouts in work: %s", member.load, why)
+        calls, member.running = member.running, set()
+        for call in calls:
+            if not call.job.group.cancelled:
+                self._jobs.put_back(call.job.rest(failed=False))
+            call.http.end()
+        self._dispatch()
+        self._changed.notify_all()
+
+    def _note_outage(self) -> None:
+        now = time.monotonic()
+        if any(member.state == "live" for member in self.members) or self._publication is None or self._held:
+            self._alive_at = now
+        elif now - self._alive_at > self._outage_limit:
+            told = "; ".join(f"{member.server.url}: {member.last_fault}" for member in self.members)
+            self._end_with(
+                f"No vLLM server has been able to sample for {self._outage_limit:g} s ({told}). Start them again and "
+                "resume from the last checkpoint."
+            )
+
+    def _end_with(self, error: str) -> None:
+        if self._error is None:
+            self._error = error
+        for request_id in list(self._groups):
+            self._events.append(GroupFailed(request_id, error.splitlines()[0]))
+        self._groups.clear()
+        self._jobs.clear()
+        self._changed.notify_all()
+
+    def _raise_if_over(self) -> None:
+        if self._error is not None:
+            raise EngineError(self._error)
+        if self._closed:
+            raise EngineError("The engine is closed.")

@@ -1,0 +1,51 @@
+"""Log-probs of known tokens, from a vLLM server."""
+
+from collections.abc import Sequence
+
+from trl_a3po.engines.protocol import SamplingSettings
+from trl_a3po.engines.vllm.completions import (
+    SCORES_PER_CALL,
+    filters_of,
+    parse_prompt_score,
+    parse_score,
+    prompt_score_body,
+    score_body,
+)
+from trl_a3po.engines.vllm.http import AnswerFault
+from trl_a3po.engines.vllm.pool import Publication
+from trl_a3po.engines.vllm.server import Server
+
+
+def score(
+    server: Server,
+    publication: Publication,
+    sampling: SamplingSettings,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    *,
+    limit: float,
+) -> list[float]:
+    """Log-probs of `completion_ids` after `prompt_ids`, as rollouts get them; no prefix is reused.
+
+    Raises:
+        HttpFault: the server did not give them.
+    """
+    found: list[float] = []
+    for start in range(0, len(completion_ids), SCORES_PER_CALL):
+        body = score_body(sampling.temperature, publication.model, publication.salt, prompt_ids, completion_ids, start)
+        logps = parse_score(server.completion(body, limit).text(), completion_ids, start)
+        if logps is None:
+            return _of_the_prompt(server, publication, sampling, prompt_ids, completion_ids, limit)
+        found += logps
+    return found
+
+
+def _of_the_prompt(server, publication, sampling, prompt_ids, completion_ids, limit) -> list[float]:
+    """The same where the server has no `logprob_token_ids`."""
+    if sampling.temperature != 1.0 or filters_of(sampling):
+        raise AnswerFault(
+            f"{server.url} cannot give log-probs of known tokens at temperature={sampling.temperature:g}, which this "
+            "version of vLLM does at 1.0 alone: take a newer one, or set delivery_check_steps=0."
+        )
+    body = prompt_score_body(publication.model, publication.salt, prompt_ids, completion_ids)
+    return parse_prompt_score(server.completion(body, limit).text(), completion_ids)

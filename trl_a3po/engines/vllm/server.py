@@ -1,0 +1,141 @@
+"""One vLLM server: its endpoints by name, and what it says of itself.
+
+Guarantees: each method is one call with a limit, raising `HttpFault`; nothing is retried here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trl_a3po.engines.vllm.http import AnswerFault, Call, StatusFault, fetch_json
+
+CONTROL_LIMIT = 30.0  # seconds for what takes a server no time
+LOAD_LIMIT = 300.0  # seconds for loading weights
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a server says of itself.
+
+    Args:
+        version: of vLLM.
+        model: the name its base model is served under.
+        max_model_len: tokens of a prompt and its completion together.
+        max_num_seqs: sequences it decodes at a time.
+        logprobs_mode: what its log-probs are.
+        max_lora_rank, max_loras: of its adapters; 0 without `--enable-lora`.
+        loads_adapters: whether adapters can be loaded while it runs.
+        transfer: backend of its `--weight-transfer-config`, or `None`.
+        stream_interval: tokens of one event of a stream.
+        dev_mode: whether it has the endpoints that `VLLM_SERVER_DEV_MODE=1` opens; without them most of the above is
+            unknown.
+        adapters: names of the adapters it has loaded.
+    """
+
+    version: str
+    model: str
+    max_model_len: int
+    max_num_seqs: int = 256
+    logprobs_mode: str = "raw_logprobs"
+    max_lora_rank: int = 0
+    max_loras: int = 0
+    loads_adapters: bool = False
+    transfer: str | None = None
+    stream_interval: int = 1
+    dev_mode: bool = False
+    adapters: tuple[str, ...] = ()
+
+
+class Server:
+    """
+    Args:
+        url: where it answers, such as "http://localhost:8000".
+    """
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+
+    def completion(self, body: dict[str, Any], limit: float) -> Call:
+        return Call(self.url, "POST", "/v1/completions", body, limit=limit)
+
+    def ping(self, limit: float = 5.0) -> None:
+        """Return if it is able to serve."""
+        Call(self.url, "GET", "/health", limit=limit).text()
+
+    def facts(self) -> Facts:
+        version = self._get("/version")
+        models = self._get("/v1/models")
+        try:
+            base = next(model for model in models["data"] if not model.get("parent"))
+            known = {"version": str(version["version"]), "model": base["id"], "max_model_len": base["max_model_len"]}
+            known["adapters"] = tuple(model["id"] for model in models["data"] if model.get("parent"))
+        except (KeyError, TypeError, StopIteration) as error:
+            raise AnswerFault(f"{self.url} does not answer like vLLM: {str(models)[:300]}.") from error
+        try:
+            # The first answer collects facts of the machine, which takes seconds.
+            info = fetch_json(self.url, "GET", "/server_info?config_format=json", limit=2 * CONTROL_LIMIT)
+        except StatusFault as fault:
+            if fault.status != 404:
+                raise
+            return Facts(**known)
+        return Facts(**known, **_configured(info))
+
+    def pause(self, mode: Literal["keep", "abort"]) -> None:
+        """Stop sampling. "keep" leaves sequences and their caches as they are; "abort" ends them as they are, so that
+        their calls return."""
+        # With clear_cache, "keep" would have every sequence's cache computed anew.
+        self._post(f"/pause?mode={mode}&clear_cache=false")
+
+    def resume(self) -> None:
+        self._post("/resume")
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        body = {"lora_name": name, "lora_path": folder}
+        Call(self.url, "POST", "/v1/load_lora_adapter", body, limit=LOAD_LIMIT).text()
+
+    def unload_adapter(self, name: str) -> None:
+        body = {"lora_name": name}
+        Call(self.url, "POST", "/v1/unload_lora_adapter", body, limit=CONTROL_LIMIT).text()
+
+    def reload_weights(self, folder: str) -> None:
+        """Load a checkpoint over the weights it has."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        self._post("/collective_rpc", body, LOAD_LIMIT)
+
+    def generated_tokens(self) -> int | None:
+        """Tokens it has sampled since it started; `None` if it does not count them."""
+        text = Call(self.url, "GET", "/metrics", limit=CONTROL_LIMIT).text()
+        counts = [
+            line.rpartition(" ")[2] for line in text.splitlines() if line.startswith("vllm:generation_tokens_total{")
+        ]
+        return round(sum(map(float, counts))) if counts else None
+
+    def post(self, path: str, body: Any = None, limit: float = CONTROL_LIMIT) -> Any:
+        return self._post(path, body, limit)
+
+    def get(self, path: str) -> Any:
+        return self._get(path)
+
+    def _get(self, path: str) -> Any:
+        return fetch_json(self.url, "GET", path, limit=CONTROL_LIMIT)
+
+    def _post(self, path: str, body: Any = None, limit: float = CONTROL_LIMIT) -> Any:
+        return fetch_json(self.url, "POST", path, {} if body is None else body, limit=limit)
+
+
+def _configured(info: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        config, environment = info["vllm_config"], info.get("vllm_env") or {}
+        lora, transfer = config.get("lora_config") or {}, config.get("weight_transfer_config") or {}
+        return {
+            "dev_mode": True,
+            "max_num_seqs": config["scheduler_config"]["max_num_seqs"],
+            "stream_interval": config["scheduler_config"].get("stream_interval", 1),
+            "logprobs_mode": config["model_config"]["logprobs_mode"],
+            "max_lora_rank": lora.get("max_lora_rank", 0),
+            "max_loras": lora.get("max_loras", 0),
+            "loads_adapters": bool(environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")),
+            "transfer": transfer.get("backend"),
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise AnswerFault(f"/server_info lacks {error}, which vLLM 0.22 to 0.31 have: {str(info)[:200]}.") from error
