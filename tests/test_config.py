@@ -76,8 +76,10 @@ def test_sequence_ratios_force_sequence_weights():
 
 
 def test_trls_server_fields_name_the_engine():
-    with pytest.raises(ValueError, match="engine='vllm' is not available"):
-        config(use_vllm=True, vllm_mode="server", vllm_server_port=8123)
+    args = config(use_vllm=True, vllm_mode="server", vllm_server_host="10.0.0.7", vllm_server_port=8123)
+    assert (args.engine, args.vllm_server_urls, args.use_vllm) == ("vllm", ["http://10.0.0.7:8123"], False)
+    args = config(use_vllm=True, vllm_mode="server", vllm_server_base_url="https://here/one")
+    assert args.vllm_server_urls == ["https://here/one"]
 
 
 REFUSED = [
@@ -92,7 +94,12 @@ REFUSED = [
     ({"behavior_weight_mode": "clamp"}, "behavior_weight_mode='clamp' is not known"),
     ({"kv_on_publish": "drop"}, "kv_on_publish='drop' is not known"),
     ({"engine": "sglang"}, "engine='sglang' is not known"),
-    ({"engine": "vllm"}, "engine='vllm' is not available"),
+    ({"engine": "vllm", "deterministic": True, "engine_max_prompt_tokens": 8}, "deterministic=True cannot hold"),
+    ({"engine": "vllm", "vllm_server_urls": ["localhost:8000"]}, "'localhost:8000': set URLs such as"),
+    ({"engine": "vllm", "vllm_server_urls": ["http://a:1"], "engine_slots": 4}, "--max-num-seqs 4"),
+    ({"vllm_server_urls": ["http://a:1"]}, "set engine='vllm'"),
+    ({"vllm_weight_transfer": "rdma"}, "vllm_weight_transfer='rdma' is not known"),
+    ({"vllm_outage_timeout": 0.0}, "vllm_outage_timeout=0.0 must be above 0"),
     ({"engine_dtype": "fp8"}, "engine_dtype='fp8' is not known"),
     ({"use_vllm": True, "vllm_mode": "colocate"}, "use_vllm=False"),
     ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
@@ -168,9 +175,9 @@ def test_publishing_rarely_is_fine_within_the_bound():
 def test_a_parser_understands_every_field():
     from trl import TrlParser
 
-    command = "--output_dir unused --max_staleness 2 --engine transformers --use_cpu true --behavior_weight_cap 3.0"
+    command = "--output_dir unused --max_staleness 2 --engine vllm --use_cpu true --behavior_weight_cap 3.0"
     command += " --vllm_server_urls http://a http://b"
     (args,) = TrlParser(A3POConfig).parse_args_and_config(command.split())
-    assert (args.max_staleness, args.engine, args.behavior_weight_cap) == (2, "transformers", 3.0)
+    assert (args.max_staleness, args.engine, args.behavior_weight_cap) == (2, "vllm", 3.0)
     assert args.vllm_server_urls == ["http://a", "http://b"]
     assert torch.accelerator.is_available() or args.bf16 is False

@@ -5,6 +5,7 @@ or the completion it concerns. Nothing is changed.
 """
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,11 +21,15 @@ from trl_a3po.config import A3POConfig
 from trl_a3po.engines.embedded.forward import check_architecture
 from trl_a3po.engines.embedded.sampling import check_sampling
 from trl_a3po.engines.protocol import SamplingSettings
+from trl_a3po.engines.vllm.adapters import adapter_obstacle
+from trl_a3po.engines.vllm.completions import logprobs_modes
 from trl_a3po.errors import EngineError, RewardError
 from trl_a3po.publish.collect import policy_spec
 from trl_a3po.publish.merged import merged_spec
 from trl_a3po.rollout.records import Group
 from trl_a3po.rollout.reward_workers import pickled
+
+logger = logging.getLogger(__name__)
 
 # --- before the trainer is built ------------------------------------------------------------------------------------
 
@@ -88,10 +93,11 @@ def _check_model_object(model: Any) -> None:
 
 def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling: SamplingSettings) -> None:
     """Raise `ValueError` for a policy that the engine cannot be given, or cannot sample from with these settings."""
-    merges = args.lora_sync == "merged" and isinstance(model, PeftModel)
-    (merged_spec if merges else policy_spec)(model, model.dtype)
+    (merged_spec if sent_merged(args, model) else policy_spec)(model, model.dtype)
     config = model.config.get_text_config()
     check_sampling(sampling, config.vocab_size)
+    if args.engine == "vllm":
+        logprobs_modes(sampling)
     if args.engine == "transformers":
         check_architecture(model, deterministic=args.deterministic)
     context, longest = getattr(config, "max_position_embeddings", None), args.engine_max_prompt_tokens
@@ -106,6 +112,17 @@ def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling:
             f"into the model's context of {context} tokens: lower max_completion_length or engine_max_prompt_tokens."
         )
     _check_left_padding(model, config)
+
+
+def sent_merged(args: A3POConfig, model: PreTrainedModel | PeftModel) -> bool:
+    """Whether the engine is sent the model with its adapter folded in: as set, or because vLLM cannot serve it."""
+    if not isinstance(model, PeftModel) or args.lora_sync == "merged":
+        return isinstance(model, PeftModel)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    obstacle = adapter_obstacle(model.active_peft_config, trained) if args.engine == "vllm" else None
+    if obstacle is not None:
+        logger.warning("The adapter is published merged into its weights (lora_sync='merged'), because %s.", obstacle)
+    return obstacle is not None
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ meaning; the few defaults that differ say why in their help.
 import math
 from dataclasses import dataclass, field, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from trl import GRPOConfig
@@ -26,6 +27,7 @@ CHOICES = {
     "kv_on_publish": ("keep", "recompute"),
     "lora_sync": ("adapter", "merged"),
     "packed_forward": ("auto", "on", "off"),
+    "vllm_weight_transfer": ("auto", "disk", "nccl"),
     "shared_prompt": ("auto", "on", "off"),
 }
 
@@ -34,7 +36,6 @@ ENGINE_METHODS = ("start", "submit", "wait", "cancel", "publish", "score", "stat
 # Values of the public interface that this version does not run yet, and what to set until it does.
 NOT_YET = {
     ("schedule", "periodic"): "'async' or 'sync'",
-    ("engine", "vllm"): "'transformers'",
 }
 
 
@@ -109,7 +110,17 @@ class A3POConfig(GRPOConfig):
             Optimizer steps between two checks that the engine samples from the weights published last. The first one,
             at start, publishes a perturbed copy and needs memory for it; 0 switches all of them off.
         vllm_server_urls (`list[str]`, *optional*):
-            vLLM servers to generate with.
+            Running vLLM servers to generate with. None has the trainer start one on `engine_device`.
+        vllm_weight_transfer (`str`, *optional*, defaults to `"auto"`):
+            How whole weights reach the servers: `"disk"`, `"nccl"`, or `"auto"`, which is NCCL where the servers were
+            started for it and the trainer is on a GPU. An adapter goes by disk.
+        vllm_weights_dir (`str`, *optional*):
+            Folder for weights on their way to the servers, which must be able to read it. By default
+            `output_dir/vllm`.
+        vllm_python (`str`, *optional*):
+            Interpreter that runs the server the trainer starts, in an environment with vLLM. By default this one.
+        vllm_outage_timeout (`float`, *optional*, defaults to `120.0`):
+            Seconds without any server that can sample, after which the run stops.
 
         > Parameters that control rewards and waiting
 
@@ -290,7 +301,33 @@ class A3POConfig(GRPOConfig):
         },
     )
     vllm_server_urls: list[str] | None = field(
-        default=None, metadata={"help": "URLs of the vLLM servers to generate with."}
+        default=None,
+        metadata={
+            "help": "URLs of running vLLM servers to generate with. None has the trainer start one on engine_device."
+        },
+    )
+    vllm_weight_transfer: str = field(
+        default="auto",
+        metadata={
+            "help": "How whole weights reach the vLLM servers: 'disk', 'nccl', or 'auto', which is NCCL where the "
+            "servers were started for it and the trainer is on a GPU. An adapter goes by disk.",
+            "choices": list(CHOICES["vllm_weight_transfer"]),
+        },
+    )
+    vllm_weights_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for weights on their way to the vLLM servers, which must be able to read it. Default: "
+            "output_dir/vllm."
+        },
+    )
+    vllm_python: str | None = field(
+        default=None,
+        metadata={"help": "Interpreter, of an environment with vLLM, for the server the trainer starts."},
+    )
+    vllm_outage_timeout: float = field(
+        default=120.0,
+        metadata={"help": "Seconds without any vLLM server that can sample, after which the run stops."},
     )
 
     # Rewards and waiting
@@ -358,6 +395,7 @@ class A3POConfig(GRPOConfig):
         self._map_trl_vllm_fields()
         self._check_names()
         self._check_engine_device()
+        self._check_vllm()
         self._check_numbers()
         self._check_forward()
         self._check_objective()
@@ -448,6 +486,33 @@ class A3POConfig(GRPOConfig):
                 "shared_prompt='auto'."
             )
 
+    def _check_vllm(self):
+        if self.engine != "vllm":
+            if self.vllm_server_urls:
+                raise ValueError(
+                    f"vllm_server_urls={self.vllm_server_urls} is not used with engine={self.engine!r}: set "
+                    "engine='vllm', or leave it out."
+                )
+            return
+        if self.deterministic:
+            raise ValueError(
+                "deterministic=True cannot hold with engine='vllm', whose results depend on what it batches: set "
+                "engine='transformers' or deterministic=False."
+            )
+        if not self.vllm_server_urls and len(self.engine_devices) > 1:
+            raise ValueError(
+                f"engine_device={self.engine_device!r} with engine='vllm' starts one server, on one device: name one, "
+                "or start a server on each and set vllm_server_urls."
+            )
+        if self.vllm_server_urls and self.engine_slots is not None:
+            raise ValueError(
+                f"engine_slots={self.engine_slots} is decided by running vLLM servers: start them with --max-num-seqs "
+                f"{self.engine_slots}, and leave engine_slots out."
+            )
+        for url in self.vllm_server_urls or ():
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+                raise ValueError(f"vllm_server_urls holds {url!r}: set URLs such as 'http://localhost:8000'.")
+
     def _check_engine_object(self):
         if isinstance(self.engine, type):
             raise ValueError(f"engine={self.engine.__name__} is a class: pass an object of it.")
@@ -495,7 +560,7 @@ class A3POConfig(GRPOConfig):
             value = getattr(self, name)
             if not ((type(value) is int and value >= low) or (value is None and name in optional)):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least {low}.")
-        for name in ("reward_timeout", "stall_timeout", "asympo_min_scale", "temperature"):
+        for name in ("reward_timeout", "vllm_outage_timeout", "stall_timeout", "asympo_min_scale", "temperature"):
             value = getattr(self, name)
             if not ((_is_number(value) and 0 < value < math.inf) or (value is None and name in optional)):
                 raise ValueError(f"{name}={value!r} must be a finite number above 0.")

@@ -5,28 +5,31 @@ with their meaning, or are refused; prompts come in GRPOTrainer's order for the 
 """
 
 import copy
+import importlib.util
 import itertools
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from datasets import IterableDataset
-from peft import PeftModel
 from torch import nn
 from transformers import GenerationConfig, TrainerState
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.trainer.utils import RepeatSampler
 
-from trl_a3po.checks import check_prompt, check_prompt_ids, groups_per_batch
+from trl_a3po.checks import check_prompt, check_prompt_ids, groups_per_batch, sent_merged
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.embedded.engine import TransformersEngine
 from trl_a3po.engines.protocol import Engine, SamplingSettings
 from trl_a3po.engines.several import SeveralEngines
+from trl_a3po.engines.vllm.engine import VLLMEngine
 from trl_a3po.errors import RewardError
 from trl_a3po.publish.collect import policy_parts, policy_spec
 from trl_a3po.publish.delivery import NUM_TEXTS, DeliveryCheck, KnownTokens, Policy
@@ -106,7 +109,7 @@ class Session:
         )
         try:
             dtype = engine_dtype(args, model, trainer.accelerator.mixed_precision)
-            spec = (merged_spec if merges(args, model) else policy_spec)(model, dtype)
+            spec = (merged_spec if sent_merged(args, model) else policy_spec)(model, dtype)
             with told("starting the engine", shown):
                 self.engine.start(spec, sampling, policy.update(version, complete=True))
             self.published_version = self.publishes_counted_from = version
@@ -192,7 +195,7 @@ class Session:
 
     def _check_delivery(self, args: A3POConfig, prompts: PromptStream, version: int) -> DeliveryCheck | None:
         """The check, made once; `None` where there is no prompt to make it with, and so nothing to sample."""
-        texts = max(NUM_TEXTS, len(args.engine_devices))  # one for each
+        texts = max(NUM_TEXTS, len(args.engine_devices), len(args.vllm_server_urls or ()))  # one for each
         known = [prompt.token_ids for prompt in prompts.peek(texts)]
         if not known:
             return None
@@ -228,15 +231,10 @@ class Session:
                 self._scorer.close()
 
 
-def merges(args: A3POConfig, model: nn.Module) -> bool:
-    """Whether the engine is sent the model with its adapter folded in."""
-    return args.lora_sync == "merged" and isinstance(model, PeftModel)
-
-
 def trained_policy(trainer) -> WholePolicy | PartitionedPolicy:
     """The trainer's policy as a session publishes and checks it. Made by every process, at the same place."""
     model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
-    parts = merged_parts if merges(trainer.args, model) else policy_parts
+    parts = merged_parts if sent_merged(trainer.args, model) else policy_parts
     if trainer.is_deepspeed_enabled and accelerator.state.deepspeed_plugin.zero_stage == 3:
 
         def forward(input_ids: torch.Tensor, length: int) -> torch.Tensor:
@@ -327,6 +325,8 @@ def groups_in_engine(args: A3POConfig) -> int | None:
 def build_engine(args: A3POConfig, device: torch.device) -> Engine:
     if not isinstance(args.engine, str):
         return args.engine
+    if args.engine == "vllm":
+        return vllm_engine(args, device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = [torch.device(name) for name in args.engine_devices] or [device]
     engines = [
@@ -342,6 +342,30 @@ def build_engine(args: A3POConfig, device: torch.device) -> Engine:
         for on in devices
     ]
     return engines[0] if len(engines) == 1 else SeveralEngines(engines)
+
+
+def vllm_engine(args: A3POConfig, device: torch.device) -> VLLMEngine:
+    here = sys.executable if importlib.util.find_spec("vllm") else None
+    on = torch.device(args.engine_devices[0]) if args.engine_devices else device
+    return VLLMEngine(
+        args.vllm_server_urls or (),
+        folder=Path(args.vllm_weights_dir or Path(args.output_dir) / "vllm"),
+        kv_on_publish=args.kv_on_publish,
+        kept_versions=args.staleness_bound + 2,
+        transfer=args.vllm_weight_transfer,
+        trainer_device=device,
+        max_prompt_tokens=args.engine_max_prompt_tokens,
+        context=args.vllm_max_model_length,
+        python=args.vllm_python or here,
+        device=on,
+        gpu_memory=args.vllm_gpu_memory_utilization if on == device else 0.9,
+        slots=args.engine_slots,
+        threads=args.engine_threads,
+        max_restarts=args.engine_restarts,
+        start_limit=max(args.vllm_server_timeout, 60.0 if args.vllm_server_urls else 600.0),
+        request_limit=args.stall_timeout,
+        outage_limit=args.vllm_outage_timeout,
+    )
 
 
 def engine_dtype(args: A3POConfig, model: nn.Module, mixed_precision: str) -> torch.dtype:

@@ -55,8 +55,10 @@ class VLLMEngine:
             were started for it.
         trainer_device: where the weights are; NCCL takes them from there.
         max_prompt_tokens: longest prompt; `None` leaves that to the servers' context.
-        python, device, options, max_restarts: of a server started here: an interpreter that has vLLM, where it
-            computes, options of its command, times it is started again.
+        context: tokens of a server's context; `None`: the model's, or what `max_prompt_tokens` needs.
+        python, device, gpu_memory, slots, threads, max_restarts: of a server started here: an interpreter that has
+            vLLM, where it computes, the share of a GPU's memory it takes, sequences it decodes at a time (`None`:
+            vLLM's choice), its CPU threads, times it is started again.
         start_limit: seconds until all servers must be ready.
         request_limit: seconds for one call.
         outage_limit: seconds without any server before the run ends.
@@ -73,9 +75,12 @@ class VLLMEngine:
         transfer: Literal["auto", "disk", "nccl"] = "auto",
         trainer_device: torch.device | str = "cpu",
         max_prompt_tokens: int | None = None,
+        context: int | None = None,
         python: str | None = None,
         device: torch.device | str = "cpu",
-        options: dict[str, str] | None = None,
+        gpu_memory: float = 0.9,
+        slots: int | None = None,
+        threads: int | None = None,
         max_restarts: int = 3,
         start_limit: float = 600.0,
         request_limit: float = 600.0,
@@ -91,7 +96,10 @@ class VLLMEngine:
         self._max_prompt_tokens = max_prompt_tokens
         self._python = python
         self._device = torch.device(device)
-        self._options = options or {}
+        self._context = context
+        self._gpu_memory = gpu_memory
+        self._slots = slots
+        self._threads = threads
         self._max_restarts = max_restarts
         self._start_limit = start_limit
         self._limits = {"request_limit": request_limit, "outage_limit": outage_limit, "poll": poll}
@@ -225,18 +233,18 @@ class VLLMEngine:
     def _needs_of(self, spec: PolicySpec) -> Needs:
         config = spec.config.get_text_config()
         longest = (self._max_prompt_tokens or 1) + self._sampling.max_new_tokens
-        context = getattr(config, "max_position_embeddings", None)
-        context = longest if self._max_prompt_tokens or context is None else max(longest, context)
+        context = self._context or getattr(config, "max_position_embeddings", None)
+        if self._context is None and self._max_prompt_tokens is not None:
+            context = longest
         return Needs(
             model=spec.config._name_or_path or "MODEL",
             dtype=str(spec.dtype).removeprefix("torch."),
             longest=longest,
-            context=context,
+            context=max(longest, context or 0),
             logprobs_modes=logprobs_modes(self._sampling),
             max_lora_rank=spec.peft_config.r if spec.peft_config is not None else 0,
             max_loras=self._kept_versions if spec.peft_config is not None else 0,
             transfer="nccl" if self._transfer == "nccl" and spec.peft_config is None else None,
-            options=self._options,
         )
 
     def _start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
@@ -281,9 +289,17 @@ class VLLMEngine:
             )
         base = CheckpointFolder(self._root / "base", spec)
         base.write(_base_weights(spec, update))
-        needs = self._needs.started_here(str(base.folder))
+        options = {"--gpu-memory-utilization": str(self._gpu_memory)} if self._device.type == "cuda" else {}
+        if self._slots is not None:
+            options["--max-num-seqs"] = str(self._slots)
+        needs = self._needs.started_here(str(base.folder), options)
         self._process = ServerProcess(
-            self._python, needs, self._device, self._root.parent / "vllm-server.log", self._max_restarts
+            self._python,
+            needs,
+            self._device,
+            self._root.parent / "vllm-server.log",
+            threads=self._threads,
+            max_restarts=self._max_restarts,
         )
         self._process.start()
         self._process.wait_until_ready(self._start_limit)
@@ -313,9 +329,10 @@ class VLLMEngine:
         self._nccl = NcclTransfer(self._trainer_device)
 
     def _clean(self, member: Member) -> None:
-        """Unload what a run before this one left."""
+        """Unload what a run before this one left, or this one no longer keeps."""
+        kept = self._adapters.folders if self._adapters is not None else {}
         for name in member.facts.adapters:
-            if name.startswith(PREFIX):
+            if name.startswith(PREFIX) and name not in kept:
                 member.server.unload_adapter(name)
 
     def _leave(self, member: Member) -> None:
@@ -385,10 +402,13 @@ class VLLMEngine:
     def _load_adapter(self, server: Server) -> None:
         server.load_adapter(self._adapters.newest, str(self._adapters.folders[self._adapters.newest]))
 
-    def _bring_up(self, server: Server) -> None:
+    def _bring_up(self, member: Member) -> None:
         """Have a server that came back carry what was published last; by the thread that watches it."""
+        server = member.server
         if self._adapters is not None:
-            self._load_adapter(server)
+            self._clean(member)
+            if self._adapters.newest not in member.facts.adapters:  # it may have been out of reach, not gone
+                self._load_adapter(server)
             return
         server.pause("abort")
         server.reload_weights(str(self._weights.folder))

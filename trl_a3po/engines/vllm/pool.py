@@ -91,7 +91,7 @@ class ServerPool:
         servers: at least one.
         sampling: the same for every request.
         check: facts of a server -> raises `EngineError` if it does not fit the run.
-        deliver: has a server carry what was published last; `None`: only a publish can.
+        deliver: has a member carry what was published last; `None`: only a publish can.
         streams: tokens are taken as they come (see the versions above).
         request_limit: seconds for one call.
         outage_limit: seconds without any server.
@@ -105,7 +105,7 @@ class ServerPool:
         sampling: SamplingSettings,
         *,
         check: Callable[[Server, Facts], None],
-        deliver: Callable[[Server], None] | None,
+        deliver: Callable[[Member], None] | None,
         streams: bool,
         request_limit: float,
         outage_limit: float,
@@ -478,7 +478,7 @@ class ServerPool:
             if publication is None or self._deliver is None:
                 return
             try:
-                self._deliver(member.server)
+                self._deliver(member)
             except HttpFault as fault:
                 self.lost(member, str(fault))
                 return

@@ -33,10 +33,13 @@ class ServerProcess:
         needs: what it serves, and how.
         device: where it computes; "cpu", or a GPU, of which it then sees no other.
         log: file it prints to.
+        threads: its CPU threads; `None` for those of the environment.
         max_restarts: times it is started again after it died.
     """
 
-    def __init__(self, python: str, needs: Needs, device: torch.device, log: Path, max_restarts: int):
+    def __init__(
+        self, python: str, needs: Needs, device: torch.device, log: Path, *, threads: int | None, max_restarts: int
+    ):
         self.restarts = 0
         self._max_restarts = max_restarts
         self._log = log
@@ -48,7 +51,7 @@ class ServerProcess:
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
             *("--host", "127.0.0.1", "--port", str(self._port), *options),
         ]
-        self._environment = worker_environment(None) | server_environment(needs)
+        self._environment = worker_environment(threads) | server_environment(needs)
         self._environment.pop("PYTHONPATH")  # of this interpreter, which need not be the server's
         if python == sys.executable and "PYTHONPATH" in os.environ:
             self._environment["PYTHONPATH"] = os.environ["PYTHONPATH"]

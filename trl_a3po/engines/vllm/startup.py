@@ -40,9 +40,9 @@ class Needs:
     transfer: str | None = None
     options: dict[str, str] = field(default_factory=dict)
 
-    def started_here(self, folder: str) -> "Needs":
+    def started_here(self, folder: str, options: dict[str, str]) -> "Needs":
         """Those of a server that serves the model in `folder` and sees no tokenizer."""
-        return replace(self, model=folder, options={"--skip-tokenizer-init": "", **self.options})
+        return replace(self, model=folder, options={"--skip-tokenizer-init": "", **options})
 
     def command(self, url: str) -> str:
         """The shell command that starts the server of `url` right."""

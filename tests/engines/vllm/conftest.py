@@ -1,0 +1,68 @@
+"""Real vLLM servers, in an environment of their own, shared by all tests marked `vllm`."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from trl_a3po.engines.vllm.process import ServerProcess
+from trl_a3po.engines.vllm.startup import Needs
+
+ENVIRONMENT = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trl_a3po" / "vllm-venv"
+START_LIMIT = 300.0
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """An interpreter that has vLLM."""
+    python = os.environ.get("TRL_A3PO_VLLM_PYTHON", str(ENVIRONMENT / "bin" / "python"))
+    if not Path(python).exists():
+        pytest.skip(f"no vLLM: {python} does not exist; set TRL_A3PO_VLLM_PYTHON to an interpreter that has it")
+    return python
+
+
+@pytest.fixture(scope="session")
+def tied_model() -> str:
+    from recipes.smollm2 import smollm2_path
+
+    return smollm2_path()
+
+
+@pytest.fixture(scope="session")
+def untied_model(tied_model, tmp_path_factory) -> str:
+    """The same with an output layer of its own: reloading weights, vLLM's build for CPUs forgets a tied one."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("untied")
+    model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
+    weights = dict(model.state_dict())
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    model.config.tie_word_embeddings = False
+    untied = type(model)(model.config)
+    untied.load_state_dict(weights)
+    untied.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tied_model).save_pretrained(folder)
+    return str(folder)
+
+
+def _serve(python: str, model: str, folder: Path, **needs):
+    options = {"--max-num-seqs": "16"}
+    needs = Needs(model, "float32", 512, 512, ("processed_logprobs",), options=options, **needs)
+    process = ServerProcess(python, needs, torch.device("cpu"), folder / "log", threads=1, max_restarts=0)
+    process.start()
+    process.wait_until_ready(START_LIMIT)
+    yield process.server.url
+    process.stop()
+
+
+@pytest.fixture(scope="session")
+def adapter_server(vllm_python, tied_model, tmp_path_factory):
+    """URL of a server that takes adapters."""
+    yield from _serve(vllm_python, tied_model, tmp_path_factory.mktemp("a"), max_lora_rank=8, max_loras=4)
+
+
+@pytest.fixture(scope="session")
+def weights_server(vllm_python, untied_model, tmp_path_factory):
+    """URL of a server that takes whole weights."""
+    yield from _serve(vllm_python, untied_model, tmp_path_factory.mktemp("w"))

@@ -1,0 +1,182 @@
+"""What stub servers do wrong is bounded, counted, and loses nothing."""
+
+import time
+
+import pytest
+
+from tests.engines.vllm.stub_server import StubServer
+from tests.engines.vllm.stubbed import finished, requests, started, until, update
+from trl_a3po.engines.protocol import GroupFailed
+from trl_a3po.errors import EngineError
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["streamed", "whole"])
+@pytest.mark.parametrize(
+    ("fault", "counter"),
+    [
+        ("hang", "timeouts"),
+        ("drip", "timeouts"),
+        ("garbage", "garbage_answers"),
+        ("500", "calls_failed"),
+        ("reset", "calls_failed"),
+    ],
+)
+def test_a_faulty_answer_is_asked_for_again(tmp_path, lora, fault, counter):
+    (server,) = servers = [StubServer(lora=lora)]
+    engine = started(servers, tmp_path, request_limit=0.7, outage_limit=10.0)
+    try:
+        server.faults = [fault]
+        engine.submit(requests(3))
+        finished(engine, 3)
+        assert engine.stats().extra[counter] == 1
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("fault", ["misaligned", "nan"])
+def test_an_answer_that_does_not_add_up_is_garbage(tmp_path, fault):
+    (server,) = servers = [StubServer(lora=True)]
+    engine = started(servers, tmp_path)
+    try:
+        server.faults = [fault]
+        engine.submit(requests(1))
+        finished(engine, 1)
+        assert engine.stats().extra["garbage_answers"] == 1
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("fault", ["cut", "garbage_event"])
+def test_what_a_broken_stream_brought_is_kept(tmp_path, fault):
+    (server,) = servers = [StubServer()]
+    engine = started(servers, tmp_path, outage_limit=10.0)
+    try:
+        server.faults = [fault]
+        engine.submit(requests(1, rollouts=1))
+        (event,) = finished(engine, 1).values()
+        again = server.bodies[1]["prompt"]
+        assert len(again) > 3 and again[3:] == event.rollouts[0].token_ids[: len(again) - 3]
+    finally:
+        engine.close()
+
+
+def test_a_request_that_keeps_failing_fails_with_the_servers_words(tmp_path):
+    (server,) = servers = [StubServer(lora=True)]
+    engine = started(servers, tmp_path)
+    try:
+        server.faults = ["500"] * 5
+        engine.submit(requests(1))
+        events = []
+        until(lambda: events.extend(engine.wait(0.1)) or events)
+        assert isinstance(events[0], GroupFailed) and "EngineCore encountered an issue" in events[0].reason
+        engine.submit(requests(1, first=1))
+        finished(engine, 1)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_work_of_a_killed_server_is_done_by_the_other_and_it_comes_back_with_the_weights(tmp_path, lora):
+    servers = [StubServer(lora=lora, step=0.01) for _ in range(2)]
+    engine = started(servers, tmp_path)
+    try:
+        engine.submit(requests(8))
+        until(lambda: servers[0].tokens > 10)
+        servers[0].kill()
+        until(lambda: engine.stats().extra["servers_live"] == 1)
+        engine.publish(update(lora, 1))
+        finished(engine, 8)
+        back = servers[0].restarted()
+        until(lambda: engine.stats().extra["servers_live"] == 2)
+        assert list(back.adapters.values()) == [1.0] if lora else back.weight == 1.0
+        engine.submit(requests(8, first=8))
+        events = finished(engine, 8)
+        assert all(min(r.versions) == 1 for event in events.values() for r in event.rollouts)
+        assert back.served > 0
+        extra = engine.stats().extra
+        assert extra["servers_lost"] == 1 and extra["servers_back"] == 1
+    finally:
+        engine.close()
+
+
+def test_a_server_that_dies_during_a_publish_does_not_stop_it(tmp_path):
+    servers = [StubServer(step=0.01) for _ in range(2)]
+    engine = started(servers, tmp_path)
+    try:
+        engine.submit(requests(6))
+        until(lambda: servers[0].tokens > 10)
+        servers[0].kill()
+        engine.publish(update(False, 1))
+        finished(engine, 6)
+        assert engine.stats().extra["servers_live"] == 1
+    finally:
+        engine.close()
+
+
+def test_without_any_server_the_run_ends_with_one_error_after_the_limit(tmp_path):
+    servers = [StubServer(lora=True, step=0.01) for _ in range(2)]
+    engine = started(servers, tmp_path, outage_limit=0.6)
+    try:
+        engine.submit(requests(6))
+        until(lambda: all(server.tokens > 0 for server in servers))
+        killed = time.monotonic()
+        for server in servers:
+            server.kill()
+        with pytest.raises(EngineError, match=r"No vLLM server has been able to sample for 0\.6 s"):
+            while True:
+                engine.wait(0.1)
+        assert time.monotonic() - killed < 10
+        with pytest.raises(EngineError, match="resume from the last checkpoint"):
+            engine.publish(update(True, 1))
+    finally:
+        engine.close()
+
+
+def test_an_outage_shorter_than_the_limit_loses_nothing(tmp_path):
+    (server,) = servers = [StubServer(step=0.01)]
+    engine = started(servers, tmp_path, outage_limit=10.0)
+    try:
+        engine.submit(requests(4))
+        until(lambda: server.tokens > 10)
+        server.kill()
+        until(lambda: engine.stats().extra["servers_live"] == 0)
+        engine.publish(update(False, 1))
+        server.restarted()
+        finished(engine, 4)
+    finally:
+        engine.close()
+
+
+def test_the_least_loaded_server_gets_the_next_request(tmp_path):
+    servers = [StubServer(lora=True, step=0.02) for _ in range(3)]
+    engine = started(servers, tmp_path)
+    try:
+        engine.submit(requests(6, rollouts=2))
+        until(lambda: all(len(server.bodies) == 2 for server in servers))
+        finished(engine, 6)
+    finally:
+        engine.close()
+
+
+def test_no_more_is_handed_to_a_server_than_it_decodes_and_half_as_much_again(tmp_path):
+    engine = started([StubServer(lora=True, step=0.02, max_num_seqs=8)], tmp_path)
+    try:
+        engine.submit(requests(10, rollouts=4))
+        time.sleep(0.1)
+        assert engine.stats().active_rollouts == 12 and engine.stats().waiting_requests == 7
+        finished(engine, 10)
+    finally:
+        engine.close()
+
+
+def test_cancelled_requests_bring_no_event(tmp_path):
+    (server,) = servers = [StubServer(lora=True, step=0.02)]
+    engine = started(servers, tmp_path)
+    try:
+        engine.submit(requests(8))
+        until(lambda: server.tokens > 4)
+        engine.cancel([0, 1, 2, 3, 7, 99])
+        assert sorted(finished(engine, 3)) == [4, 5, 6]
+        assert engine.wait(0.3) == []
+    finally:
+        engine.close()

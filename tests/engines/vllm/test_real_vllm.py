@@ -1,0 +1,244 @@
+"""Training on real vLLM servers: what they say of each token is true, and the delivery check sees what goes wrong."""
+
+import os
+import signal
+from collections import deque
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from tests.engines.running import is_gone, until
+from tests.runs import taken_groups
+from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.engines.protocol import SamplingSettings
+from trl_a3po.engines.vllm.engine import VLLMEngine
+from trl_a3po.engines.vllm.server import Server
+from trl_a3po.errors import DeliveryError
+from trl_a3po.publish.collect import collect_weights, policy_parts, policy_spec
+from trl_a3po.publish.delivery import DeliveryCheck, KnownTokens
+from trl_a3po.publish.perturb import WholePolicy
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+STALENESS, LENGTH, TEMPERATURE = 2, 24, 0.8
+
+
+class KeepVersions(TrainerCallback):
+    """The trained weights of the newest `STALENESS + 1` versions."""
+
+    def __init__(self):
+        self.states = deque(maxlen=STALENESS + 1)
+
+    def keep(self, version, model):
+        named = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        self.states.append((version, named))
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.keep(state.global_step, model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.keep(state.global_step, model)
+
+
+class CheckingTrainer(A3POTrainer):
+    """Holds every token's log-prob against the weights of its version, when its batch is taken."""
+
+    def __init__(self, *args, versions: KeepVersions, **kwargs):
+        super().__init__(*args, callbacks=[versions], **kwargs)
+        self.kept = versions
+        self.own, self.other, self.later_parts = [], [], []
+        self.stalest = self.spanning = 0
+
+    def _take(self):
+        rows = super()._take()
+        now, states = self.state.global_step, dict(self.kept.states)
+        rollouts = [(g.prompt.token_ids, r) for g in taken_groups(self) for r in g.rollouts]
+        logps = {version: clean_logps(self.model, weights, rollouts) for version, weights in states.items()}
+        for number, (_, rollout) in enumerate(rollouts):
+            assert rollout.versions == sorted(rollout.versions)
+            self.stalest = max(self.stalest, now - rollout.versions[0])
+            self.spanning += rollout.versions[0] != rollout.versions[-1]
+            for position, (version, logp) in enumerate(zip(rollout.versions, rollout.logps, strict=True)):
+                gap = abs(logps[version][number][position] - logp)
+                (self.own if version == rollout.versions[0] else self.later_parts).append(gap)
+                self.other += [abs(theirs[number][position] - logp) for v, theirs in logps.items() if v != version]
+        return rows
+
+
+@torch.no_grad()
+def clean_logps(model, weights, rollouts) -> list[list[float]]:
+    """Log-probs of every completion under `weights`, by one forward without a cache."""
+    ids = [[*prompt, *rollout.token_ids] for prompt, rollout in rollouts]
+    longest = max(map(len, ids))
+    padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
+    logits = torch.func.functional_call(model, dict(weights), (padded,), {"use_cache": False}).logits
+    logps = (logits.float() / TEMPERATURE).log_softmax(-1)[:, :-1].gather(2, padded[:, 1:, None])[:, :, 0]
+    return [
+        row[len(prompt) - 1 : len(prompt) - 1 + len(rollout.token_ids)].tolist()
+        for row, (prompt, rollout) in zip(logps, rollouts, strict=True)
+    ]
+
+
+def reward(completion_ids, **kwargs):
+    return [len(set(ids)) / len(ids) for ids in completion_ids]
+
+
+def trainer_of(model, tmp_path, lora: bool, **settings) -> CheckingTrainer:
+    args = A3POConfig(
+        output_dir=str(tmp_path / "run"),
+        **{
+            "engine": "vllm",
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "gradient_accumulation_steps": 1,
+            "max_completion_length": LENGTH,
+            "temperature": TEMPERATURE,
+            "max_staleness": STALENESS,
+            "max_steps": 8,
+            "learning_rate": 1e-3 if lora else 2e-5,
+            "lr_scheduler_type": "constant",
+            "use_cpu": True,
+            "report_to": "none",
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+            "model_init_kwargs": {"dtype": "float32"},
+            **settings,
+        },
+    )
+    words = ["red", "blue", "green", "small", "large", "old", "new", "bright", "dark", "cold"]
+    prompts = [f"The {words[i % 10]} and the {words[(3 * i + 1) % 10]} one: " for i in range(40)]
+    return CheckingTrainer(
+        model,
+        reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear") if lora else None,
+        versions=KeepVersions(),
+    )
+
+
+def check_versions(trainer: CheckingTrainer, *, exact_after_a_publish: bool) -> None:
+    assert trainer.state.global_step == 8 and trainer.stalest >= 1
+    own, other = torch.tensor(trainer.own), torch.tensor(trainer.other)
+    assert own.max() < 1e-3 and other.mean() > 10 * own.mean()
+    if exact_after_a_publish and trainer.later_parts:
+        assert max(trainer.later_parts) < 1e-3
+    gaps = [entry["a3po/engine/gap"] for entry in trainer.state.log_history if "a3po/engine/gap" in entry]
+    assert gaps and max(gaps) < 1e-3
+
+
+@pytest.mark.parametrize("kv_on_publish", ["keep", "recompute"])
+def test_a_lora_run_stamps_every_token_with_its_version(adapter_server, tied_model, tmp_path, kv_on_publish):
+    trainer = trainer_of(tied_model, tmp_path, True, vllm_server_urls=[adapter_server], kv_on_publish=kv_on_publish)
+    trainer.train()
+    check_versions(trainer, exact_after_a_publish=True)
+    assert (trainer.spanning > 0) <= (kv_on_publish == "recompute")
+    assert not [name for name in Server(adapter_server).facts().adapters if name.startswith("policy-")]
+
+
+@pytest.mark.parametrize("kv_on_publish", ["keep", "recompute"])
+def test_a_run_with_whole_weights_stamps_every_token_with_its_version(
+    weights_server, untied_model, tmp_path, kv_on_publish
+):
+    trainer = trainer_of(
+        untied_model,
+        tmp_path,
+        False,
+        vllm_server_urls=[weights_server],
+        kv_on_publish=kv_on_publish,
+        optim="sgd",
+        learning_rate=0.02,
+        max_grad_norm=1.0,
+    )
+    trainer.train()
+    check_versions(trainer, exact_after_a_publish=kv_on_publish == "recompute")
+
+
+# --- the delivery check ---------------------------------------------------------------------------------------------
+
+
+def delivery_check(model, url, tmp_path, *, temperature=TEMPERATURE) -> None:
+    """The check at start, of an engine at `TEMPERATURE`, by a trainer at `temperature`."""
+    engine = VLLMEngine([url], folder=tmp_path, kept_versions=4)
+    known = KnownTokens.after([list(range(100, 110)), list(range(200, 210))], 8)
+    try:
+        sampling = SamplingSettings(8, temperature=TEMPERATURE, stop_token_ids=(2,))
+        engine.start(policy_spec(model, torch.float32), sampling, collect_weights(model, 0, complete=True))
+        policy = WholePolicy(model, policy_parts)
+        DeliveryCheck(engine, policy, known, temperature=temperature, every=1, timeout=60).at_start(0)
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def adapted(tied_model):
+    model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
+    return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+
+
+@pytest.fixture(scope="module")
+def whole(untied_model):
+    return AutoModelForCausalLM.from_pretrained(untied_model, dtype=torch.float32)
+
+
+def test_the_check_passes_what_is_right(adapted, adapter_server, whole, weights_server, tmp_path):
+    delivery_check(adapted, adapter_server, tmp_path)
+    delivery_check(whole, weights_server, tmp_path)
+
+
+def test_the_check_sees_a_skipped_publish(whole, weights_server, tmp_path, monkeypatch):
+    monkeypatch.setattr(Server, "reload_weights", lambda server, folder: None)
+    with pytest.raises(DeliveryError, match="perturbed copy"):
+        delivery_check(whole, weights_server, tmp_path)
+
+
+def test_the_check_sees_an_adapter_that_is_never_used(adapted, adapter_server, tmp_path, monkeypatch):
+    monkeypatch.setattr(VLLMEngine, "_model_name", lambda engine, member: member.facts.model)
+    with pytest.raises(DeliveryError, match="perturbed copy"):
+        delivery_check(adapted, adapter_server, tmp_path)
+
+
+def test_the_check_sees_another_temperature(adapted, adapter_server, tmp_path):
+    with pytest.raises(DeliveryError):
+        delivery_check(adapted, adapter_server, tmp_path, temperature=1.0)
+
+
+# --- a server of the trainer's own ----------------------------------------------------------------------------------
+
+
+def test_a_server_started_here_serves_and_is_stopped_and_a_stale_tied_head_is_seen(vllm_python, tied_model, tmp_path):
+    """The build for CPUs keeps the old output layer when it reloads tied weights, and says nothing."""
+    trainer = trainer_of(tied_model, tmp_path, False, vllm_python=vllm_python, engine_threads=1, engine_slots=8)
+    pids = []
+    trainer.add_callback(StartedServer(pids))
+    with pytest.raises(DeliveryError, match="untied copy of lm_head"):
+        trainer.train()
+    until(lambda: all(is_gone(pid) for pid in pids))
+
+
+class StartedServer(TrainerCallback):
+    def __init__(self, pids):
+        self.pids = pids
+
+
+def test_a_server_started_here_is_started_again_when_it_is_killed(vllm_python, tied_model, tmp_path):
+    trainer = trainer_of(
+        tied_model, tmp_path, True, vllm_python=vllm_python, engine_threads=1, engine_slots=8, max_steps=5
+    )
+    killed = []
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                killed.append(trainer._session.engine.server_pid)
+                os.killpg(killed[0], signal.SIGKILL)
+
+    trainer.add_callback(Kill())
+    trainer.train()
+    assert trainer.state.global_step == 5 and max(trainer.own) < 1e-3
+    until(lambda: is_gone(killed[0]))
