@@ -231,11 +231,16 @@ class Session:
                 self._scorer.close()
 
 
+def zero_stage(trainer) -> int:
+    """DeepSpeed's ZeRO stage, 0 without DeepSpeed."""
+    return trainer.accelerator.state.deepspeed_plugin.zero_stage if trainer.is_deepspeed_enabled else 0
+
+
 def trained_policy(trainer) -> WholePolicy | PartitionedPolicy:
     """The trainer's policy as a session publishes and checks it. Made by every process, at the same place."""
     model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
     parts = merged_parts if sent_merged(trainer.args, model) else policy_parts
-    if trainer.is_deepspeed_enabled and accelerator.state.deepspeed_plugin.zero_stage == 3:
+    if zero_stage(trainer) == 3:
 
         def forward(input_ids: torch.Tensor, length: int) -> torch.Tensor:
             ids = input_ids.to(accelerator.device)

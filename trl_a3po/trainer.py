@@ -72,6 +72,7 @@ from trl_a3po.session import (
     reward_functions,
     sampling_settings,
     trained_policy,
+    zero_stage,
 )
 
 check_trl_hooks(GRPOTrainer)
@@ -180,7 +181,8 @@ class A3POTrainer(GRPOTrainer):
         """What the run resolves to, for a person: batches, staleness, engine, memory."""
         model = self.accelerator.unwrap_model(self.model)
         dtype = engine_dtype(self.args, model, self.accelerator.mixed_precision)
-        return trainer_plan(self.args, model, engine_slots(self.args), dtype.itemsize)
+        processes = self.accelerator.num_processes
+        return trainer_plan(self.args, model, engine_slots(self.args), dtype.itemsize, processes, zero_stage(self))
 
     def close(self) -> None:
         """Stop generating and free the engine. Called at the end of `train`; idempotent."""

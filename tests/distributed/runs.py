@@ -17,9 +17,11 @@ from peft import LoraConfig
 from tests.runs import LENGTH, reward
 from tests.tiny import VOCAB, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.publish import partitioned
 from trl_a3po.testing import StubEngine, scripted_completion
 
 ROWS_A_STEP, ACCUMULATION = 16, 2
+BUCKET_BYTES = 10_000  # of the 138,000 of the tiny model, whose largest weight has 8,192
 RUNS = {
     "full": {"delivery_check_steps": 1},
     "lora": {"lora": True, "delivery_check_steps": 1},
@@ -60,6 +62,19 @@ def use_deepspeed(folder: Path, stage: int) -> None:
     }
 
 
+class MeasuringEngine(StubEngine):
+    """Notes the most bytes of gathered weights that its process holds while it takes an update."""
+
+    model: torch.nn.Module | None = None
+    most_whole_bytes = 0
+
+    def publish(self, update):
+        for _ in update.tensors.items() if self.model is not None else ():
+            whole = sum(p.nbytes for p in self.model.parameters() if p.numel() > 1)
+            self.most_whole_bytes = max(self.most_whole_bytes, whole)
+        super().publish(update)
+
+
 def build(folder: Path, mode: str, processes: int, *, lora: bool = False, **settings) -> A3POTrainer:
     args = A3POConfig(
         **{
@@ -82,7 +97,7 @@ def build(folder: Path, mode: str, processes: int, *, lora: bool = False, **sett
             "report_to": "none",
             "disable_tqdm": True,
             "model_init_kwargs": {"dtype": "float32"},
-            "engine": StubEngine(scripted_completion(VOCAB, LENGTH)),
+            "engine": MeasuringEngine(scripted_completion(VOCAB, LENGTH)),
             **MODES[mode],
             **settings,
         }
@@ -101,10 +116,17 @@ def build(folder: Path, mode: str, processes: int, *, lora: bool = False, **sett
 def run(name: str, folder: Path, mode: str, processes: int) -> None:
     trainer = build(folder, mode, processes, **RUNS[name])
     engine = trainer.args.engine
+    if mode == "zero3":
+        engine.model = trainer.accelerator.unwrap_model(trainer.model)
+        partitioned.BUCKET_BYTES = BUCKET_BYTES
     trainer.train()
     trainer.save_model(str(folder / mode / name))
     if trainer.is_world_process_zero():
-        log = {"history": trainer.state.log_history, "published": engine.published}
+        log = {
+            "history": trainer.state.log_history,
+            "published": engine.published,
+            "most_whole_bytes": engine.most_whole_bytes,
+        }
         (folder / mode / name / "log.json").write_text(json.dumps(log))
 
 

@@ -72,3 +72,11 @@ def test_every_version_reaches_the_engine_once(folder, spread, name):
 def test_an_evaluation_scores_what_one_process_scores(folder, spread):
     expected = logged(folder / "one" / "evaluation", "eval_reward")
     assert expected and logged(spread / "evaluation", "eval_reward") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["full", "lora", "merged"])
+def test_zero3_never_holds_more_whole_weights_than_a_bucket(spread, name):
+    if spread.name != "zero3":
+        pytest.skip("the other ways hold all weights in every process")
+    # One bucket, and what one layer of a forward may have left behind.
+    assert 0 < log(spread / name)["most_whole_bytes"] <= runs.BUCKET_BYTES

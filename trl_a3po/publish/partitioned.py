@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trl_a3po.distributed.team import Team
-from trl_a3po.publish.parts import Part
+from trl_a3po.publish.parts import Part, full_shape
 from trl_a3po.publish.perturb import Pattern, evaluating
 from trl_a3po.publish.policy import GatheredTensors, WeightUpdate
 
@@ -55,7 +55,8 @@ class PartitionedPolicy:
         """Its weights as `version`, gathered bucket by bucket while they are gone through."""
         chosen = {name: part for name, part in self._parts.items() if complete or part.changes}
         specs = {name: _spec(part) for name, part in chosen.items()}
-        return WeightUpdate(version, GatheredTensors(specs, buckets(specs, BUCKET_BYTES), self._gathered), complete)
+        sizes = {name: sum(map(_whole_bytes, part.sources)) for name, part in chosen.items()}
+        return WeightUpdate(version, GatheredTensors(specs, buckets(sizes, BUCKET_BYTES), self._gathered), complete)
 
     def logps(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
@@ -117,16 +118,16 @@ class PartitionedPolicy:
         return list(sources.values())
 
 
-def buckets(specs: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
-    """The names in order, in runs of at most `most` bytes; a larger tensor is alone."""
+def buckets(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """The names in order, in runs of at most `most` bytes; a larger one is alone."""
     runs: list[list[str]] = []
-    size = 0
-    for name, spec in specs.items():
-        if not runs or size + spec.nbytes > most:
+    held = 0
+    for name, size in sizes.items():
+        if not runs or held + size > most:
             runs.append([])
-            size = 0
+            held = 0
         runs[-1].append(name)
-        size += spec.nbytes
+        held += size
     return runs
 
 
@@ -139,13 +140,10 @@ def _whole(tensors: Sequence[torch.Tensor], *, changed_by_main: bool = False):
     return GatheredParameters(partitioned, modifier_rank=0 if changed_by_main else None, enabled=bool(partitioned))
 
 
+def _whole_bytes(tensor: torch.Tensor) -> int:
+    return full_shape(tensor).numel() * tensor.element_size()
+
+
 def _spec(part: Part) -> torch.Tensor:
     source = part.sources[0]
     return torch.empty(full_shape(source), dtype=source.dtype, device="meta")
-
-
-def full_shape(tensor: torch.Tensor) -> torch.Size:
-    """A parameter's own shape, also while ZeRO-3 has it partitioned."""
-    from deepspeed.runtime.zero.partition_parameters import is_zero_param
-
-    return torch.Size(tensor.ds_shape) if is_zero_param(tensor) else tensor.shape

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl_a3po.publish.policy import WeightUpdate
 
@@ -37,3 +38,13 @@ def whole_update(parts: Mapping[str, Part], version: int, *, complete: bool) -> 
     """
     tensors = {name: part.value() for name, part in parts.items() if complete or part.changes}
     return WeightUpdate(version, tensors, complete)
+
+
+def full_shape(tensor: torch.Tensor) -> torch.Size:
+    """A parameter's own shape, also while ZeRO-3 has it partitioned."""
+    if is_deepspeed_zero3_enabled():
+        from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+        if is_zero_param(tensor):
+            return torch.Size(tensor.ds_shape)
+    return tensor.shape

@@ -4,9 +4,12 @@ Guarantees: pure functions of the configuration and of the model's shape; every 
 except for the memory, which is an estimate that leaves out activations.
 """
 
+from dataclasses import dataclass
+
 from torch import nn
 
 from trl_a3po.config import A3POConfig
+from trl_a3po.publish.parts import full_shape
 
 GIB = 2**30
 ADAM_STATES = 2
@@ -39,21 +42,44 @@ def config_plan(args: A3POConfig) -> str:
     return _table(lines)
 
 
-def trainer_plan(args: A3POConfig, model: nn.Module, slots: int, engine_bytes: int) -> str:
+@dataclass(frozen=True)
+class Shares:
+    """Over how many processes each part of the trainer's memory is spread."""
+
+    weights: int = 1
+    gradients: int = 1
+    states: int = 1
+
+    @classmethod
+    def of(cls, processes: int, zero_stage: int) -> "Shares":
+        """ZeRO-1 spreads the optimizer's states, ZeRO-2 the gradients too, ZeRO-3 also the weights."""
+        return cls(*(processes if zero_stage >= stage else 1 for stage in (3, 2, 1)))
+
+
+def trainer_plan(
+    args: A3POConfig, model: nn.Module, slots: int, engine_bytes: int, processes: int = 1, zero_stage: int = 0
+) -> str:
     """The plan with the model's memory.
 
     Args:
         model: the unwrapped policy.
         slots: completions the engine decodes at a time.
         engine_bytes: bytes of one number in the engine.
+        processes: those that train; the memory is that of each.
+        zero_stage: of DeepSpeed, 0 without.
     """
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    shares = Shares.of(processes, zero_stage)
     trained = [p for p in model.parameters() if p.requires_grad]
-    gradients = sum(p.numel() * p.element_size() for p in trained)
-    states = ADAM_STATES * FP32_BYTES * sum(p.numel() for p in trained)
-    replica = engine_bytes * sum(p.numel() for p in model.parameters())
+    weights = sum(full_shape(p).numel() * p.element_size() for p in model.parameters()) // shares.weights
+    gradients = sum(full_shape(p).numel() * p.element_size() for p in trained) // shares.gradients
+    states = ADAM_STATES * FP32_BYTES * sum(full_shape(p).numel() for p in trained) // shares.states
+    replica = engine_bytes * sum(full_shape(p).numel() for p in model.parameters())
     cache = slots * cache_numbers_per_token(model.config) * args.max_completion_length * engine_bytes
+    spread = f"ZeRO-{zero_stage}" if zero_stage else "data parallel" if processes > 1 else "one process"
     lines = {
+        "trainers": f"{processes}, {spread}; the queue and the engine belong to the first"
+        if processes > 1
+        else spread,
         "trainer memory": f"{_gib(weights + gradients + states)} (weights {_gib(weights)}, gradients "
         f"{_gib(gradients)}, Adam {_gib(states)}), and activations",
         "engine memory": f"{_gib(2 * replica + cache)} (replica {_gib(replica)}, published copy {_gib(replica)}, "

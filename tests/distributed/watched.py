@@ -1,0 +1,29 @@
+"""Two processes without a launcher, of which one fails while the other would wait for ever:
+`python -m tests.distributed.watched FAULT` with torchrun's variables set."""
+
+import os
+import signal
+import sys
+import time
+
+import torch.distributed as dist
+
+from trl_a3po.distributed import watch
+from trl_a3po.distributed.team import Team
+
+
+def main() -> None:
+    watch.SILENT_SECONDS, watch.GRACE_SECONDS = 3.0, 2.0
+    dist.init_process_group("gloo")
+    team = Team()
+    with watch.Watch(team, free=lambda: print("freed", flush=True)):
+        if team.rank == 0:
+            time.sleep(60)  # as in a collective that never ends
+        time.sleep(3)
+        if sys.argv[1] == "raises":
+            raise ZeroDivisionError("of process 1")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+if __name__ == "__main__":
+    main()
