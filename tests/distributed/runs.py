@@ -36,6 +36,7 @@ MODES = {
     "ddp": {"use_cpu": True, "ddp_backend": "gloo"},
     "zero2": {"ddp_backend": "gloo"},
     "zero3": {"ddp_backend": "gloo"},
+    "launched": {"ddp_backend": "gloo"},  # by `accelerate launch` with a configuration
 }
 
 

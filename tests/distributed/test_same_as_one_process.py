@@ -80,3 +80,12 @@ def test_zero3_never_holds_more_whole_weights_than_a_bucket(spread, name):
         pytest.skip("the other ways hold all weights in every process")
     # One bucket, and what one layer of a forward may have left behind.
     assert 0 < log(spread / name)["most_whole_bytes"] <= runs.BUCKET_BYTES
+
+
+def test_a_configuration_of_the_recipes_launches_the_same_run(folder):
+    pytest.importorskip("deepspeed")
+    done = launch("tests.distributed.runs", folder, "launched", "lora", config="zero3")
+    assert done.returncode == 0, done.stdout[-6000:]
+    expected, trained = weights(folder / "one" / "lora"), weights(folder / "launched" / "lora")
+    for key, weight in expected.items():
+        torch.testing.assert_close(trained[key].float(), weight.float(), rtol=1e-5, atol=1e-5, msg=key)
