@@ -17,8 +17,10 @@ micro-batch counts alike however it is run. The predicted ratio is the cost mode
 import argparse
 import gc
 import json
+import math
 import statistics
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +173,7 @@ def synchronize(device: str) -> None:
 
 
 def measure(model, logps_of, weights: torch.Tensor, device: str, repeats: int) -> dict[str, Any]:
-    """Forward and backward, timed after a first one; and the log-probs and a gradient of the first."""
+    """Forward and backward, timed after a first one; and the log-probs and gradients of the first."""
     cuda = device.startswith("cuda")
     if cuda:
         torch.cuda.empty_cache()
@@ -187,8 +189,7 @@ def measure(model, logps_of, weights: torch.Tensor, device: str, repeats: int) -
         synchronize(device)
         if run == 0:
             first = logps.detach().float().cpu()
-            named = model.named_parameters()
-            gradient = next(p.grad for name, p in named if "layers.0." in name and p.grad is not None).float().cpu()
+            gradients = [p.grad.cpu() for p in model.parameters() if p.requires_grad]
         else:
             seconds.append(time.perf_counter() - started)
         del logps
@@ -200,7 +201,7 @@ def measure(model, logps_of, weights: torch.Tensor, device: str, repeats: int) -
         "peak_gib": None if peak is None else peak / 2**30,
         "peak_above_weights_gib": None if peak is None else (peak - before) / 2**30,
         "logps": first,
-        "gradient": gradient,
+        "gradients": gradients,
     }
 
 
@@ -246,7 +247,7 @@ def run_case(model, arguments, lengths: str, deadline: float) -> dict[str, Any]:
             gc.collect()
             torch.cuda.empty_cache()
             continue
-        kept[arm] = result.pop("logps"), result.pop("gradient")
+        kept[arm] = result.pop("logps"), result.pop("gradients")
         arms[arm] = result | {
             "tokens_run": tokens[arm],
             "tokens_per_second": useful / result["seconds"],
@@ -272,19 +273,29 @@ def ratios(arms: dict[str, Any], predicted: dict[str, float]) -> dict[str, Any]:
 
 
 def distances(kept: dict[str, Any], scored: torch.Tensor) -> dict[str, Any]:
-    """How far log-probs and a gradient are from the padded ones."""
+    """How far log-probs and the gradient, of all that is trained, are from the padded ones."""
     if "padded" not in kept:
         return {}
-    logps, gradient = kept["padded"]
+    logps, gradients = kept["padded"]
+    norm = norm_of(gradients)
     return {
         arm: {
             "logps_mean": (theirs - logps)[scored].abs().mean().item(),
             "logps_max": (theirs - logps)[scored].abs().max().item(),
-            "gradient_relative": ((their_gradient - gradient).norm() / gradient.norm()).item(),
+            "gradient_norm": norm,
+            "gradient_relative": norm_of(
+                a.float() - b.float() for a, b in zip(their_gradients, gradients, strict=True)
+            )
+            / norm,
         }
-        for arm, (theirs, their_gradient) in kept.items()
+        for arm, (theirs, their_gradients) in kept.items()
         if arm != "padded"
     }
+
+
+def norm_of(tensors: Iterable[torch.Tensor]) -> float:
+    """Of all of them as one vector."""
+    return math.sqrt(sum(tensor.float().square().sum().item() for tensor in tensors))
 
 
 def show(name: str, case: dict[str, Any]) -> None:
@@ -304,7 +315,7 @@ def show(name: str, case: dict[str, Any]) -> None:
     for arm, distance in case["distances"].items():
         print(
             f"  {arm:<8} log-probs differ by {distance['logps_mean']:.2g} on average, {distance['logps_max']:.2g} at "
-            f"most; gradient by {distance['gradient_relative']:.2g} of its norm"
+            f"most; gradients by {distance['gradient_relative']:.2g} of their norm, {distance['gradient_norm']:.2g}"
         )
 
 

@@ -115,13 +115,10 @@ def micro_batch(prompt_lengths, completion_lengths, same_prompt=(), seed: int = 
 def separate(model, input_ids, attention_mask, completion_width):
     """Log-probs and entropies `(B, T)`, each row on its own: no padding, no mask, positions from 0."""
     split = input_ids.shape[1] - completion_width
-    shape = (len(input_ids), completion_width)
-    dtype = next(model.parameters()).dtype
-    logps, entropies = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-    rows = []
+    nothing = torch.zeros(0, dtype=next(model.parameters()).dtype, device=input_ids.device)
+    rows = [(nothing, nothing)] * len(input_ids)
     for row, (ids, mask) in enumerate(zip(input_ids, attention_mask.bool(), strict=True)):
         count = int(mask[split:].sum())
-        rows.append((torch.zeros(0, dtype=dtype), torch.zeros(0, dtype=dtype)))
         if count:
             out = model(input_ids=ids[mask][None], labels=ids[mask][None], fused_lm_head=True)
             rows[row] = out.log_probs[0, -count:], out.entropy[0, -count:]

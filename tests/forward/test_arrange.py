@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_a3po import A3POConfig
-from trl_a3po.forward.arrange import arrange, deal, micro_batches_of_a_step, sums_over_rows
+from trl_a3po.forward.arrange import arrange, micro_batches_of_a_step, sums_over_rows
 
 
 def shuffled_groups(groups, size, seed=0):
@@ -18,16 +18,6 @@ def shuffled_groups(groups, size, seed=0):
 
 def micro_batches(order, rows):
     return [set(order[start : start + rows]) for start in range(0, len(order), rows)]
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 4))
-def test_hands_are_of_one_size_and_hold_every_item(costs, hands):
-    costs = costs * hands
-    dealt = deal(costs, hands)
-    assert sorted(item for hand in dealt for item in hand) == list(range(len(costs)))
-    assert {len(hand) for hand in dealt} == {len(costs) // hands}
-    sums = [sum(costs[item] for item in hand) for hand in dealt]
-    assert max(sums) - min(sums) <= max(costs) - min(costs)
 
 
 def test_whole_groups_come_together_in_a_micro_batch_that_holds_several():

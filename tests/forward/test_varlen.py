@@ -21,8 +21,11 @@ def scores(q, k, causal, window):
     """`(H, n, m)` of one span, hidden pairs at -inf; queries are the last n positions of m, as in FlashAttention."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     s = SCALE * torch.einsum("nhd,mhd->hnm", q, k)
-    distance = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0] - torch.arange(k.shape[0])
-    hidden = (causal & (distance < 0)) | (distance >= window if window is not None else torch.tensor(False))
+    queries, keys = torch.arange(len(q), device=q.device), torch.arange(len(k), device=q.device)
+    distance = queries[:, None] + len(k) - len(q) - keys
+    hidden = causal & (distance < 0)
+    if window is not None:
+        hidden |= distance >= window
     return s.masked_fill(hidden, -torch.inf)
 
 
@@ -65,12 +68,13 @@ ROWS = {
 
 def dense(q, k, v, row, window):
     """Attention with one mask, token by token from what a segment says."""
-    sees = torch.zeros(row.tokens, row.tokens, dtype=torch.bool)
-    position = torch.cat([row.offset(s) + torch.arange(s.length) for s in row.segments])
+    sees = torch.zeros(row.tokens, row.tokens, dtype=torch.bool, device=q.device)
+    position = torch.cat([row.offset(s) + torch.arange(s.length, device=q.device) for s in row.segments])
     for segment in row.segments:
-        sees[segment.tokens, segment.tokens] = torch.ones(segment.length, segment.length).tril().bool()
+        sees[segment.tokens, segment.tokens] = True
         if segment.prefix is not None:
             sees[segment.tokens, row.segments[segment.prefix].tokens] = True
+    sees &= position[:, None] >= position
     if window is not None:
         sees &= position[:, None] - position < window
     repeats = q.shape[1] // k.shape[1]
