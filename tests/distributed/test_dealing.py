@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_a3po.distributed.dealing import deal, imbalance, row_cost
+from trl_a3po.distributed.hands import deal_hands
 
 
 @given(st.data())
@@ -54,3 +55,13 @@ def test_a_straggler_ten_times_longer_costs_what_it_must():
 @pytest.mark.parametrize(("tokens", "hidden", "expected"), [(1, 64, 1 + 1 / 768), (12 * 64, 64, 2 * 12 * 64)])
 def test_attention_costs_as_much_as_the_rest_at_twelve_times_the_hidden_size(tokens, hidden, expected):
     assert row_cost(tokens, hidden) == pytest.approx(expected)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 4))
+def test_hands_are_of_one_size_and_hold_every_item(costs, hands):
+    costs = costs * hands
+    dealt = deal_hands(costs, hands)
+    assert sorted(item for hand in dealt for item in hand) == list(range(len(costs)))
+    assert {len(hand) for hand in dealt} == {len(costs) // hands}
+    sums = [sum(costs[item] for item in hand) for hand in dealt]
+    assert max(sums) - min(sums) <= max(costs) - min(costs)

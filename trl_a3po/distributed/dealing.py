@@ -7,9 +7,9 @@ deal and a few exchanges make it.
 
 from collections.abc import Sequence
 
+from trl_a3po.distributed.hands import deal_hands
 from trl_a3po.rollout.records import Group
 
-_SWAPS = 32
 Row = tuple[Group, int]  # a group and the number of one of its rollouts
 
 
@@ -40,51 +40,14 @@ def deal(costs: Sequence[Sequence[float]], processes: int) -> list[tuple[int, in
         raise ValueError(f"{len(costs) * size} rows cannot be dealt equally to {processes} processes.")
     if share % size == 0:
         totals = [sum(group) for group in costs]
-        shares = _dealt(totals, processes)
+        shares = deal_hands(totals, processes)
         return [(group, row) for groups in shares for group in groups for row in range(size)]
     if size % share == 0:
         order = []
         for group, rows in enumerate(costs):
-            order += [(group, row) for part in _dealt(rows, size // share) for row in part]
+            order += [(group, row) for part in deal_hands(rows, size // share) for row in part]
         return order
     return [(group, row) for group in range(len(costs)) for row in range(size)]
-
-
-def _dealt(costs: Sequence[float], hands: int) -> list[list[int]]:
-    """Numbers `0..len(costs)-1` in `hands` lists of equal length; within a list they keep their order."""
-    capacity = len(costs) // hands
-    dealt: list[list[int]] = [[] for _ in range(hands)]
-    totals = [0.0] * hands
-    for number in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        open_hands = [hand for hand in range(hands) if len(dealt[hand]) < capacity]
-        cheapest = min(open_hands, key=lambda hand: totals[hand])
-        dealt[cheapest].append(number)
-        totals[cheapest] += costs[number]
-    for _ in range(_SWAPS):
-        if not _swap(dealt, totals, costs):
-            break
-    return [sorted(hand) for hand in dealt]
-
-
-def _swap(dealt: list[list[int]], totals: list[float], costs: Sequence[float]) -> bool:
-    """Exchange one number of the costliest hand for one of another, so that the costlier of the two gets as cheap as
-    possible; whether that helped. Equal lengths leave a greedy deal more to gain than it has without them."""
-    most = max(range(len(dealt)), key=totals.__getitem__)
-    best, swap = totals[most], None
-    for other in range(len(dealt)):
-        for i, mine in enumerate(dealt[most]):
-            for j, theirs in enumerate(dealt[other]) if other != most else ():
-                less = costs[mine] - costs[theirs]
-                after = max(totals[most] - less, totals[other] + less)
-                if after < best * (1 - 1e-9):
-                    best, swap = after, (other, i, j, less)
-    if swap is None:
-        return False
-    other, i, j, less = swap
-    dealt[most][i], dealt[other][j] = dealt[other][j], dealt[most][i]
-    totals[most] -= less
-    totals[other] += less
-    return True
 
 
 def dealt_rows(groups: Sequence[Group], processes: int, hidden_size: int) -> list[Row]:

@@ -9,19 +9,7 @@ from collections.abc import Sequence
 
 from trl import GRPOConfig
 
-
-def deal(costs: Sequence[float], hands: int) -> list[list[int]]:
-    """Items into `hands` hands of equal size with sums close to each other: the largest first, back and forth.
-
-    Args:
-        costs: one for each item; their number is a multiple of `hands`.
-    """
-    dealt: list[list[int]] = [[] for _ in range(hands)]
-    order = sorted(range(len(costs)), key=lambda item: -costs[item])
-    for turn, item in enumerate(order):
-        round_, seat = divmod(turn, hands)
-        dealt[seat if round_ % 2 == 0 else hands - 1 - seat].append(item)
-    return dealt
+from trl_a3po.distributed.hands import deal_hands
 
 
 def arrange(costs: Sequence[float], mates: Sequence[Sequence[int]], rows_per_micro_batch: int) -> list[int]:
@@ -35,12 +23,12 @@ def arrange(costs: Sequence[float], mates: Sequence[Sequence[int]], rows_per_mic
     size = sizes.pop() if len(sizes) == 1 else None
     if size is not None and rows_per_micro_batch % size == 0 and len(costs) % rows_per_micro_batch == 0:
         whole = [sum(costs[row] for row in rows) for rows in mates]
-        hands = deal(whole, len(costs) // rows_per_micro_batch)
+        hands = deal_hands(whole, len(costs) // rows_per_micro_batch)
         return [row for hand in hands for group in hand for row in mates[group]]
     if size is not None and size % rows_per_micro_batch == 0:
         order = []
         for rows in mates:
-            hands = deal([costs[row] for row in rows], size // rows_per_micro_batch)
+            hands = deal_hands([costs[row] for row in rows], size // rows_per_micro_batch)
             order += [rows[item] for hand in hands for item in hand]
         return order
     return [row for rows in mates for row in rows]
