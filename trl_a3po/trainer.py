@@ -178,11 +178,13 @@ class A3POTrainer(GRPOTrainer):
             )
 
     def plan(self) -> str:
-        """What the run resolves to, for a person: batches, staleness, engine, memory."""
+        """What the run resolves to, for a person: batches, staleness, engine, training forward, memory."""
         model = self.accelerator.unwrap_model(self.model)
         dtype = engine_dtype(self.args, model, self.accelerator.mixed_precision)
-        processes = self.accelerator.num_processes
-        return trainer_plan(self.args, model, engine_slots(self.args), dtype.itemsize, processes, zero_stage(self))
+        processes, forward = self.accelerator.num_processes, self._training_forward.description(model)
+        return trainer_plan(
+            self.args, model, engine_slots(self.args), dtype.itemsize, forward, processes, zero_stage(self)
+        )
 
     def close(self) -> None:
         """Stop generating and free the engine. Called at the end of `train`; idempotent."""

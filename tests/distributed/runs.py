@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import gather_object
 from peft import LoraConfig
 
 from tests.runs import LENGTH, reward
@@ -29,6 +30,7 @@ RUNS = {
     "grpo-kl": {"lora": True, "loss_type": "grpo", "beta": 0.04},
     "cut-groups": {"num_generations": 16},
     "sequence": {"importance_sampling_level": "sequence", "loss_type": "dr_grpo"},
+    "shared-prompt": {"packed_forward": "on", "shared_prompt": "on"},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
 }
 MODES = {
@@ -120,12 +122,16 @@ def run(name: str, folder: Path, mode: str, processes: int) -> None:
     if mode == "zero3":
         engine.model = trainer.accelerator.unwrap_model(trainer.model)
         partitioned.BUCKET_BYTES = BUCKET_BYTES
+    forwards = []
+    trainer.accelerator.unwrap_model(trainer.model).register_forward_hook(lambda *call: forwards.append(None))
     trainer.train()
+    forwards = gather_object([len(forwards)])
     trainer.save_model(str(folder / mode / name))
     if trainer.is_world_process_zero():
         log = {
             "history": trainer.state.log_history,
             "published": engine.published,
+            "forwards": forwards,
             "most_whole_bytes": engine.most_whole_bytes,
         }
         (folder / mode / name / "log.json").write_text(json.dumps(log))

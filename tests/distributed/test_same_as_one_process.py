@@ -82,6 +82,14 @@ def test_zero3_never_holds_more_whole_weights_than_a_bucket(spread, name):
     assert 0 < log(spread / name)["most_whole_bytes"] <= runs.BUCKET_BYTES
 
 
+@pytest.mark.parametrize("name", list(runs.RUNS))
+def test_every_process_packs_its_rows_into_as_many_forwards_as_the_others(spread, name):
+    """Completions have 1 to 8 tokens, so that the rows of two processes never weigh the same."""
+    one, other = log(spread / name)["forwards"]
+    assert one == other > 0
+    assert min(logged(spread / name, "a3po/forward/token_ratio")) > 1.1
+
+
 def test_a_configuration_of_the_recipes_launches_the_same_run(folder):
     pytest.importorskip("deepspeed")
     done = launch("tests.distributed.runs", folder, "launched", "lora", config="zero3")

@@ -1,5 +1,6 @@
 """The plan says what the run will do."""
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -42,9 +43,25 @@ def test_the_cache_is_counted_as_the_model_allocates_it():
 
 def test_memory_counts_trained_parameters_only():
     model = AutoModelForCausalLM.from_config(tiny_config(hidden_size=512, vocab_size=2**16), dtype=torch.float32)
-    frozen = trainer_plan(config(), model.requires_grad_(False), 4, 4)
-    trained = trainer_plan(config(), model.requires_grad_(True), 4, 4)
+    frozen = trainer_plan(config(), model.requires_grad_(False), 4, 4, "padded")
+    trained = trainer_plan(config(), model.requires_grad_(True), 4, 4, "padded")
     assert "gradients 0.00 GiB" in frozen and "gradients 0.00 GiB" not in trained
+
+
+@pytest.mark.parametrize(
+    ("settings", "forward"),
+    [
+        ({}, "packed, prompts shared where that is cheaper, attention by SDPA (no CUDA device)"),
+        ({"shared_prompt": "off"}, "packed, prompts shared never"),
+        ({"packed_forward": "off"}, "padded: packed_forward='off'"),
+    ],
+)
+def test_the_plan_names_the_training_forward(tmp_path, settings, forward):
+    args = config(max_completion_length=32, model_init_kwargs={"dtype": "float32"}, **settings)
+    args.output_dir = str(tmp_path / "run")
+    model = save_tiny_model(tmp_path / "model")
+    trainer = A3POTrainer(model, lambda **kwargs: [], args=args, train_dataset=tiny_prompts())
+    assert f"training forward:        {forward}" in trainer.plan()
 
 
 def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys):

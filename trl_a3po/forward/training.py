@@ -21,6 +21,7 @@ from trl_a3po.forward.layout import PackedBatch, lengths, pack, prompt_mates
 from trl_a3po.forward.packed import packed_logps
 from trl_a3po.forward.self_check import check_rows, verdicts
 from trl_a3po.forward.support import packing_refusal
+from trl_a3po.forward.varlen import kernel_refusal
 from trl_a3po.publish.collect import base_model
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,17 @@ class TrainingForward:
     def token_ratio(self) -> float:
         """Of the last call: tokens that a padded forward has for each token that ran."""
         return self._tokens_padded / max(self._tokens_run, 1)
+
+    def description(self, model: PreTrainedModel) -> str:
+        """For a person, before the first batch: how the forwards of `model`, unwrapped, will run."""
+        if self.refusal is not None:
+            return f"padded: {self.refusal}"
+        sharing = {"auto": "where that is cheaper", "on": "always", "off": "never"}[self._args.shared_prompt]
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._accelerator.mixed_precision)
+        dtype, head_dim = half or base_model(model).dtype, cost.head_dim_of(model.config)
+        refusal = kernel_refusal(self._accelerator.device, dtype, head_dim)
+        kernel = "FlashAttention" if refusal is None else f"SDPA ({refusal})"
+        return f"packed, prompts shared {sharing}, attention by {kernel}; the first batch is checked against padded"
 
     def _refusal(self, models: list[torch.nn.Module]) -> str | None:
         """Why every forward is padded; `None` when none has to be."""

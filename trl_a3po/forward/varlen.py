@@ -24,18 +24,26 @@ MOST_HEAD_DIM = 256
 
 def varlen_refusal(query: torch.Tensor, row: PackedRow, window: int | None) -> str | None:
     """Why the kernels cannot attend `row` with `query` `(1, H, N, D)`; `None` if they can."""
-    if not query.is_cuda or torch.version.hip is not None:
-        return "no CUDA device"
-    if torch.cuda.get_device_capability(query.device) < (8, 0):
-        return "a CUDA device older than Ampere"
-    if query.dtype not in HALF:
-        return f"dtype {query.dtype}"
-    if query.shape[-1] > MOST_HEAD_DIM or query.shape[-1] % 8:
-        return f"head dimension {query.shape[-1]}"
+    refusal = kernel_refusal(query.device, query.dtype, query.shape[-1])
+    if refusal is not None:
+        return refusal
     if max(segment.length for segment in row.segments) == 1:
         return "sequences of one token"
     if row.shared and window is not None and row.longest > window:
         return f"a shared prompt with a sliding window of {window}, shorter than a sequence of {row.longest} tokens"
+    return None
+
+
+def kernel_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernels cannot attend any row there; `None` if they can."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "no CUDA device"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "a CUDA device older than Ampere"
+    if dtype not in HALF:
+        return f"dtype {dtype}"
+    if head_dim > MOST_HEAD_DIM or head_dim % 8:
+        return f"head dimension {head_dim}"
     return None
 
 

@@ -57,14 +57,21 @@ class Shares:
 
 
 def trainer_plan(
-    args: A3POConfig, model: nn.Module, slots: int, engine_bytes: int, processes: int = 1, zero_stage: int = 0
+    args: A3POConfig,
+    model: nn.Module,
+    slots: int,
+    engine_bytes: int,
+    forward: str,
+    processes: int = 1,
+    zero_stage: int = 0,
 ) -> str:
-    """The plan with the model's memory.
+    """The plan with the training forward and the model's memory.
 
     Args:
         model: the unwrapped policy.
         slots: completions the engine decodes at a time.
         engine_bytes: bytes of one number in the engine.
+        forward: how training forwards run, in words.
         processes: those that train; the memory is that of each.
         zero_stage: of DeepSpeed, 0 without.
     """
@@ -77,6 +84,7 @@ def trainer_plan(
     cache = slots * cache_numbers_per_token(model.config) * args.max_completion_length * engine_bytes
     spread = f"ZeRO-{zero_stage}" if zero_stage else "data parallel" if processes > 1 else "one process"
     lines = {
+        "training forward": forward,
         "trainers": f"{processes}, {spread}; the queue and the engine belong to the first"
         if processes > 1
         else spread,
