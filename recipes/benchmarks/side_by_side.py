@@ -38,6 +38,7 @@ ARMS = {
     "GRPOTrainer": None,
     "sync": {"schedule": "sync"},
     "async loglinear": {"proximal_method": "loglinear"},
+    "async padded": {"packed_forward": "off"},  # loglinear too, trained as TRL trains
     "async reuse": {"proximal_method": "reuse"},
     "async recompute": {"proximal_method": "recompute"},
 }
