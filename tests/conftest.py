@@ -1,4 +1,4 @@
-"""Says aloud what a run of the tests left out."""
+"""What test files share; says aloud what a run of the tests left out."""
 
 from collections import Counter
 
@@ -6,6 +6,20 @@ import pytest
 
 MARKERS = ("slow", "gpu", "vllm")
 DESELECTED = pytest.StashKey[Counter]()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    """A tiny model and its tokenizer on disk."""
+    from tests.tiny import save_tiny_model  # which imports torch and transformers
+
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def same_rows_in_each_micro_batch(monkeypatch):
+    """TRL shuffles a generation batch with the global generator, which other things also draw from."""
+    monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch)
 
 
 def pytest_configure(config):

@@ -71,6 +71,25 @@ class GradientRecorder(TrainerCallback):
         self.gradients.append(named)
 
 
+class TakeRecorder(A3POTrainer):
+    """Keeps what each take hands out, with the version it happened at, and the outcomes at the end."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.takes: list[tuple[int, list[Group]]] = []
+
+    def _take(self):
+        rows = super()._take()
+        self.takes.append((self.state.global_step, taken_groups(self)))
+        return rows
+
+    def close(self):
+        session = self._session
+        super().close()
+        if session is not None:
+            self.outcomes = session.queue.outcomes()
+
+
 def build(
     model, folder, trainer_class: type[GRPOTrainer] = A3POTrainer, *, reward_funcs: Any = reward, **settings
 ) -> GRPOTrainer:

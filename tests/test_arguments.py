@@ -27,16 +27,7 @@ from tests.tiny import save_tiny_model, tiny_config, tiny_prompts, tiny_tokenize
 from trl_a3po import A3POTrainer
 from trl_a3po.testing import StubEngine, completion_logps
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def same_rows_in_each_micro_batch(monkeypatch):
-    """TRL shuffles a generation batch with the global generator, which other things also draw from."""
-    monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch)
+pytestmark = pytest.mark.usefixtures("same_rows_in_each_micro_batch")
 
 
 class SpecKeepingEngine(StubEngine):

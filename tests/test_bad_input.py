@@ -32,11 +32,6 @@ from trl_a3po.rollout.records import Rollout
 from trl_a3po.testing import StubEngine
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def prompts(*values) -> Dataset:
     return Dataset.from_dict({"prompt": list(values), "target": list(range(len(values)))})
 

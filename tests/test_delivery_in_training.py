@@ -9,15 +9,10 @@ from peft import LoraConfig
 
 from tests.publish.test_delivery import OtherTemperature, SkipsAllAdapters, StopsFollowing
 from tests.runs import COMPLETE, build, logged
-from tests.tiny import save_tiny_model, tiny_prompts
+from tests.tiny import tiny_prompts
 from trl_a3po.errors import DeliveryError
 from trl_a3po.report.engine_gap import EngineGap
 from trl_a3po.testing import StubEngine
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def lora():

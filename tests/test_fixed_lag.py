@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.runs import taken_groups
-from tests.tiny import VOCAB, save_tiny_model, tiny_prompts
-from trl_a3po import A3POConfig, A3POTrainer
+from tests.runs import TakeRecorder
+from tests.tiny import VOCAB, tiny_prompts
+from trl_a3po import A3POConfig
 from trl_a3po.rollout.endings import GenerationFailed
 from trl_a3po.rollout.outcomes import Rejection
 from trl_a3po.testing import StubEngine, scripted_completion
@@ -41,18 +41,16 @@ class SlowEngine(StubEngine):
         super().submit(requests)
 
 
-class Recorder(A3POTrainer):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.takes = []
+class Recorder(TakeRecorder):
+    """Each take as plain values: version, stamps, prompts, tokens."""
 
     def _take(self):
         rows = super()._take()
-        stamps = {v for group in taken_groups(self) for rollout in group.rollouts for v in rollout.versions}
-        tokens = [rollout.token_ids for group in taken_groups(self) for rollout in group.rollouts]
-        self.takes.append(
-            (self.state.global_step, stamps, [group.prompt.index for group in taken_groups(self)], tokens)
-        )
+        version, groups = self.takes.pop()
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        stamps = {stamp for rollout in rollouts for stamp in rollout.versions}
+        indices = [group.prompt.index for group in groups]
+        self.takes.append((version, stamps, indices, [rollout.token_ids for rollout in rollouts]))
         return rows
 
 
@@ -107,11 +105,6 @@ def train(
 
 def timeless(history):
     return [{k: v for k, v in entry.items() if not any(word in k for word in TIMINGS)} for entry in history]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(

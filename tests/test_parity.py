@@ -5,22 +5,13 @@ import torch
 from peft import LoraConfig
 
 from tests.runs import ScriptedGRPOTrainer, assert_same_gradients, build, train_recorded
-from tests.tiny import save_tiny_model
 from trl_a3po import A3POTrainer
 
 TOLERANCE = {"sgd": 1e-5, "adamw_torch": 1e-4}
 LEARNING_RATE = {"sgd": 0.3, "adamw_torch": 3e-3}
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def same_rows_in_each_micro_batch(monkeypatch):
-    """TRL shuffles a generation batch with the global generator, which a model's initialisation also draws from."""
-    monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch)
+pytestmark = pytest.mark.usefixtures("same_rows_in_each_micro_batch")
 
 
 def run(model_path, tmp_path, trainer_class, lora, settings):

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.runs import taken_groups
-from tests.tiny import VOCAB, save_tiny_model, tiny_prompts
-from trl_a3po import A3POConfig, A3POTrainer
+from tests.runs import TakeRecorder
+from tests.tiny import VOCAB, tiny_prompts
+from trl_a3po import A3POConfig
 from trl_a3po.errors import CheckpointError
 from trl_a3po.rollout import checkpoint
 from trl_a3po.testing import StubEngine, scripted_completion
@@ -33,27 +33,9 @@ def reward(completion_ids, log_extra, log_metric, **kwargs):
     return [sum(ids) % 11 / 10 for ids in completion_ids]
 
 
-class Recorder(A3POTrainer):
-    """Keeps what each take hands out, with the version it happened at."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.takes = []
-
-    def _take(self):
-        rows = super()._take()
-        self.takes.append((self.state.global_step, taken_groups(self)))
-        return rows
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def build(model_path, tmp_path):
-    def build(run="run", *, trainer_class=Recorder, config_class=A3POConfig, **settings):
+    def build(run="run", *, trainer_class=TakeRecorder, config_class=A3POConfig, **settings):
         options = {name: settings.pop(name) for name in ("peft_config", "eval_dataset") if name in settings}
         dataset = settings.pop("train_dataset", None) or tiny_prompts(16)
         if config_class is A3POConfig:

@@ -8,33 +8,20 @@ import time
 import pytest
 import torch
 
-from tests.runs import COMPLETE, assert_same_gradients, build, logged, reward, train_recorded
-from tests.tiny import save_tiny_model, tiny_prompts
-from trl_a3po import A3POConfig, A3POTrainer, Rejection
+from tests.runs import COMPLETE, TakeRecorder, assert_same_gradients, build, logged, reward, train_recorded
+from tests.tiny import tiny_prompts
+from trl_a3po import A3POConfig, Rejection
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.testing import StubEngine
 
 GROUPS = 8  # of the four steps that `build` trains
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-class Recorder(A3POTrainer):
-    """Keeps the `target` of every group that is trained on, and the outcomes at the end."""
-
-    def _take(self):
-        rows = super()._take()
-        self.targets = [*getattr(self, "targets", []), *(row["target"] for row in rows[:: self.args.num_generations])]
-        return rows
-
-    def close(self):
-        session = self._session
-        super().close()
-        if session is not None:
-            self.outcomes = session.queue.outcomes()
+class Recorder(TakeRecorder):
+    @property
+    def targets(self) -> list[int]:
+        """The `target` of every group that was trained on."""
+        return [group.prompt.example["target"] for _, groups in self.takes for group in groups]
 
 
 def without_thirds(completion_ids, target, **kwargs):

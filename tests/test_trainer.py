@@ -9,8 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from tests.runs import taken_groups
-from tests.tiny import VOCAB, save_tiny_model, tiny_prompts
+from tests.runs import TakeRecorder
+from tests.tiny import VOCAB, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.errors import EngineError, RewardError
 from trl_a3po.objectives import asympo_loss, decoupled_loss, proximal_logps, spo_loss
@@ -26,11 +26,6 @@ COMPLETE = scripted_completion(VOCAB, LENGTH)
 
 def reward(completion_ids, **kwargs):
     return [sum(ids) % 11 / 10 for ids in completion_ids]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def build(model_path, tmp_path, trainer_class=A3POTrainer, reward_funcs=reward, engine=None, **settings):
@@ -67,16 +62,17 @@ def build(model_path, tmp_path, trainer_class=A3POTrainer, reward_funcs=reward, 
 # --- versions -----------------------------------------------------------------------------------------------------
 
 
-class Recorder(A3POTrainer):
+class Recorder(TakeRecorder):
     """Keeps what the loss is given, and the rollouts that each take handed out."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.takes, self.micro_batches = [], []
+        self.micro_batches = []
 
     def _take(self):
         rows = super()._take()
-        self.takes.append((self.state.global_step, [r for group in taken_groups(self) for r in group.rollouts]))
+        version, groups = self.takes.pop()
+        self.takes.append((version, [rollout for group in groups for rollout in group.rollouts]))
         return rows
 
     def _compute_loss(self, model, inputs):

@@ -59,3 +59,16 @@ def test_sending_to_a_dead_receiver_does_not_raise():
     receiver.close()
     sender.send("nobody")
     assert sender.flush()
+
+
+def test_messages_that_arrive_together_are_received_one_by_one_and_none_is_lost():
+    here, there = (Channel(end) for end in socket.socketpair())
+    for number in range(4):
+        here.send(number)
+    assert [there.receive_one(), there.receive_one()] == [0, 1]
+    assert there.poll(0.0) and there.receive() == [2, 3] and not there.poll(0.0)
+    here.send("last")
+    here.close()
+    assert there.receive_one() == "last"
+    with pytest.raises(EOFError):
+        there.receive_one()

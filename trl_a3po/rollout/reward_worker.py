@@ -13,7 +13,6 @@ import resource
 import socket
 import sys
 import traceback
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -35,19 +34,11 @@ def main() -> None:
 
 
 def _serve(channel: Channel) -> None:
-    inbox: deque = deque()
-
-    def next_message() -> Any:
-        while not inbox:
-            channel.poll(3600)
-            inbox.extend(channel.receive())
-        return inbox.popleft()
-
     def tell(*message: Any) -> None:
         channel.send(message)
         channel.drain()
 
-    functions, names = next_message()
+    functions, names = channel.receive_one()
     try:
         scorer = _Scorer(pickle.loads(functions), names, lambda column, values: tell("column", column, values))
     except BaseException as error:
@@ -56,7 +47,7 @@ def _serve(channel: Channel) -> None:
     tell("ready")
     while True:
         try:
-            tell("scored", scorer(*pickle.loads(next_message())))
+            tell("scored", scorer(*pickle.loads(channel.receive_one())))
         except EOFError:
             raise
         except RewardError as error:

@@ -9,10 +9,12 @@ import pickle
 import select
 import socket
 import struct
+from collections import deque
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
 _CHUNK = 1 << 20
+POLL_SECONDS = 3600.0
 
 
 class Channel:
@@ -23,6 +25,7 @@ class Channel:
         self._socket = end
         self._incoming = bytearray()
         self._outgoing = bytearray()
+        self._received: deque[Any] = deque()  # by `receive_one`, for later
         self._ended = False
 
     def fileno(self) -> int:
@@ -58,6 +61,8 @@ class Channel:
 
     def poll(self, timeout: float) -> bool:
         """Whether there is something to receive, waiting up to `timeout` seconds for it."""
+        if self._received:
+            return True
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(timeout * 1000))
@@ -74,7 +79,8 @@ class Channel:
                 chunk = b""
             self._ended = not chunk
             self._incoming += chunk
-        messages = []
+        messages = list(self._received)
+        self._received.clear()
         while len(self._incoming) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._incoming)[0]
             if len(self._incoming) < end:
@@ -84,6 +90,14 @@ class Channel:
         if self._ended and not messages:
             raise EOFError("the other side has ended")
         return messages
+
+    def receive_one(self) -> Any:
+        """The next message, waiting for it; any that arrived with it are kept for the next calls. Raises as
+        `receive`."""
+        while not self._received:
+            self.poll(POLL_SECONDS)
+            self._received.extend(self.receive())
+        return self._received.popleft()
 
     def shutdown(self) -> None:
         """End both directions; a thread that waits on this end wakes up."""

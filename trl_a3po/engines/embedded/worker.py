@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 import traceback
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,21 +60,13 @@ def _serve(channel: Channel) -> None:
     from trl_a3po.publish.policy import WeightUpdate
     from trl_a3po.publish.replica import build_replica, load_update
 
-    inbox: deque = deque()
-
-    def next_message() -> Any:
-        while not inbox:
-            channel.poll(3600)
-            inbox.extend(channel.receive())
-        return inbox.popleft()
-
     def load(version: int, names: tuple[str, ...] | None) -> None:
         tensors = views if names is None else {name: views[name] for name in names}
         load_update(model, WeightUpdate(version, tensors, complete=names is None))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    _, payload, handle = next_message()
+    _, payload, handle = channel.receive_one()
     setup: Setup = pickle.loads(payload)
     device = torch.device(setup.device)
     if setup.threads is not None:
@@ -84,7 +75,7 @@ def _serve(channel: Channel) -> None:
     views = attach(handle)
     channel.send(("built",))
 
-    _, version, _ = next_message()
+    _, version, _ = channel.receive_one()
     load(version, None)
     decoder = SlotDecoder(model, setup.sampling, version=version, device=device, **setup.decoder)
     channel.send(("loaded", version))
@@ -92,11 +83,9 @@ def _serve(channel: Channel) -> None:
     busy_seconds = 0.0
     reported = time.monotonic()
     while True:
-        if not inbox and channel.poll(0.0 if not decoder.idle else HEARTBEAT):
-            inbox.extend(channel.receive())
         events: list = []
-        while inbox:
-            match inbox.popleft():
+        for message in channel.receive() if channel.poll(0.0 if not decoder.idle else HEARTBEAT) else ():
+            match message:
                 case ("submit", requests):
                     for request in requests:
                         try:
