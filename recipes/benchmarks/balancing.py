@@ -1,0 +1,172 @@
+"""Ragged completions on several processes: seconds a step with rows dealt by their cost, and as they come.
+
+    torchrun --nproc_per_node 2 recipes/benchmarks/balancing.py                  # two GPUs, DDP, a 0.6B shape
+    torchrun --nproc_per_node 2 recipes/benchmarks/balancing.py --shape tiny     # on a CPU, to try the script
+
+Only training is timed: completions are made up, of log-normal lengths (sigma 1, at most `--tokens`), with one
+straggler of ten times the median in every batch. Both arms train on the same completions; `cost` is the costliest
+process's over the mean, by `row_cost`.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+
+import trl_a3po.trainer
+from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.distributed.dealing import dealt_rows, imbalance, row_cost
+from trl_a3po.engines.protocol import EngineStats, GroupFinished
+from trl_a3po.rollout.records import Rollout
+
+SHAPES = {  # layers, hidden, intermediate, heads, key-value heads
+    "tiny": (2, 64, 128, 4, 2),
+    "0.6b": (28, 1024, 3072, 16, 8),
+}
+GENERATIONS, PROMPT = 8, 64
+
+
+class MadeUpEngine:
+    """An engine that has every completion at once, and knows nothing of the policy."""
+
+    def __init__(self, longest: int):
+        self.longest, self.version, self.events = longest, 0, []
+
+    def start(self, spec, sampling, update):
+        self.version = update.version
+
+    def publish(self, update):
+        self.version = update.version
+
+    def submit(self, requests):
+        for request in requests:
+            noise = random.Random(request.noise_key)
+            lengths = [min(self.longest, 1 + int(noise.lognormvariate(5.0, 1.0))) for _ in range(GENERATIONS)]
+            if request.noise_key % 16 == 0:
+                lengths[0] = min(self.longest, 1480)  # the median is 148
+            rollouts = [Rollout([5] * n, [-10.0] * n, [self.version] * n) for n in lengths]
+            self.events.append(GroupFinished(request.request_id, rollouts))
+
+    def wait(self, timeout):
+        events, self.events = self.events, []
+        time.sleep(0 if events else min(timeout, 0.001))
+        return events
+
+    def cancel(self, request_ids):
+        pass
+
+    def score(self, prompt_ids, completion_ids, timeout):
+        raise NotImplementedError
+
+    def stats(self):
+        return EngineStats()
+
+    def close(self):
+        pass
+
+
+class Steps(TrainerCallback):
+    def __init__(self):
+        self.seconds = []
+
+    def on_step_begin(self, *args, **kwargs):
+        self.began = time.perf_counter()
+
+    def on_step_end(self, *args, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self.began)
+
+
+def run(arguments, dealt: bool) -> dict[str, float]:
+    cpu = not torch.cuda.is_available()
+    processes, costs, tokens = int(os.environ["WORLD_SIZE"]), [], []
+
+    def measured(groups, processes, hidden_size):
+        rows = dealt_rows(groups, processes if dealt else 1, hidden_size)
+        lengths = [len(group.prompt.token_ids) + len(group.rollouts[number].token_ids) for group, number in rows]
+        costs.append(imbalance([row_cost(length, hidden_size) for length in lengths], processes))
+        tokens.append(sum(lengths))
+        return rows
+
+    trl_a3po.trainer.dealt_rows = measured
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(32768)}, unk_token="t2"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2")
+    layers, hidden, intermediate, heads, key_value = SHAPES[arguments.shape]
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=32768,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value,
+        head_dim=128 if not cpu else 16,
+        max_position_embeddings=8192,
+        eos_token_id=1,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config).to(torch.float32 if cpu else torch.bfloat16)
+    steps = Steps()
+    with tempfile.TemporaryDirectory() as folder:
+        args = A3POConfig(
+            output_dir=folder,
+            per_device_train_batch_size=GENERATIONS,
+            gradient_accumulation_steps=arguments.groups // processes,
+            num_generations=GENERATIONS,
+            max_completion_length=arguments.tokens,
+            max_steps=arguments.steps + 2,
+            engine=MadeUpEngine(arguments.tokens),
+            delivery_check_steps=0,
+            use_cpu=cpu,
+            ddp_backend="gloo" if cpu else "nccl",
+            bf16=not cpu,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
+        prompts = [" ".join(f"t{3 + (row + word) % 999}" for word in range(PROMPT)) for row in range(512)]
+        trainer = A3POTrainer(
+            model,
+            lambda completion_ids, **kwargs: [len(ids) % 7 / 6 for ids in completion_ids],
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            processing_class=tokenizer,
+            callbacks=[steps],
+        )
+        trainer.train()
+    seconds = statistics.mean(steps.seconds[2:])
+    return {"step": seconds, "tokens/s": statistics.mean(tokens[2:]) / seconds, "cost": statistics.mean(costs[2:])}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b" if torch.cuda.is_available() else "tiny")
+    parser.add_argument("--groups", type=int, default=16, help="groups of 8 completions a step")
+    parser.add_argument("--tokens", type=int, default=2048, help="longest completion")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps, after two")
+    parser.add_argument("--json", help="write the numbers here")
+    arguments = parser.parse_args()
+    results = {name: run(arguments, name == "dealt") for name in ("as they come", "dealt")}
+    if int(os.environ["RANK"]) == 0:
+        for name, result in results.items():
+            print(f"{arguments.shape}, {name}: " + "  ".join(f"{key} {value:.4g}" for key, value in result.items()))
+        if arguments.json:
+            with open(arguments.json, "w") as file:
+                json.dump({"arguments": vars(arguments), "arms": results}, file, indent=1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
