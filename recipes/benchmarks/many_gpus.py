@@ -23,6 +23,8 @@ import torch
 
 SHAPES = {  # layers, hidden, intermediate, heads, key-value heads, tied embeddings
     "tiny": (2, 64, 128, 4, 2, True),
+    "small": (2, 256, 512, 2, 1, True),
+    "0.6b": (28, 1024, 3072, 16, 8, True),
     "1.5b": (28, 1536, 8960, 12, 2, True),
     "8b": (36, 4096, 12288, 32, 8, False),
     "14b": (40, 5120, 17408, 40, 8, False),
@@ -79,7 +81,7 @@ def train(arguments) -> None:
         max_steps=arguments.steps + 2,
         max_staleness=2,
         learning_rate=1e-6,
-        gradient_checkpointing=arguments.shape not in ("tiny", "1.5b"),
+        gradient_checkpointing=arguments.shape not in ("tiny", "small", "0.6b", "1.5b"),
         engine_device=["cpu"] * engines if cpu else [f"cuda:{processes + n}" for n in range(engines)],
         engine_slots=arguments.slots,
         engine_dtype="float32" if cpu else "bfloat16",

@@ -15,6 +15,7 @@ from tests.runs import taken_groups
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.engines.protocol import SamplingSettings
 from trl_a3po.engines.vllm.engine import VLLMEngine
+from trl_a3po.engines.vllm.process import ServerProcess
 from trl_a3po.engines.vllm.server import Server
 from trl_a3po.errors import DeliveryError
 from trl_a3po.publish.collect import collect_weights, policy_parts, policy_spec
@@ -23,7 +24,7 @@ from trl_a3po.publish.perturb import WholePolicy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-STALENESS, LENGTH, TEMPERATURE = 2, 24, 0.8
+STALENESS, LENGTH, TEMPERATURE = 2, 48, 0.8
 
 
 class KeepVersions(TrainerCallback):
@@ -91,8 +92,8 @@ def trainer_of(model, tmp_path, lora: bool, **settings) -> CheckingTrainer:
         output_dir=str(tmp_path / "run"),
         **{
             "engine": "vllm",
-            "per_device_train_batch_size": 4,
-            "num_generations": 4,
+            "per_device_train_batch_size": 2,
+            "num_generations": 2,
             "gradient_accumulation_steps": 1,
             "max_completion_length": LENGTH,
             "temperature": TEMPERATURE,
@@ -211,19 +212,23 @@ def test_the_check_sees_another_temperature(adapted, adapter_server, tmp_path):
 # --- a server of the trainer's own ----------------------------------------------------------------------------------
 
 
-def test_a_server_started_here_serves_and_is_stopped_and_a_stale_tied_head_is_seen(vllm_python, tied_model, tmp_path):
-    """The build for CPUs keeps the old output layer when it reloads tied weights, and says nothing."""
-    trainer = trainer_of(tied_model, tmp_path, False, vllm_python=vllm_python, engine_threads=1, engine_slots=8)
+def test_a_server_started_here_is_stopped_after_a_failure_and_a_stale_tied_head_is_seen(
+    vllm_python, tied_model, tmp_path, monkeypatch
+):
+    """Reloading tied weights, the build for CPUs keeps the old output layer, and says nothing."""
     pids = []
-    trainer.add_callback(StartedServer(pids))
+    start = ServerProcess.start
+
+    def started(process):
+        start(process)
+        pids.append(process.pid)
+
+    monkeypatch.setattr(ServerProcess, "start", started)
+    trainer = trainer_of(tied_model, tmp_path, False, vllm_python=vllm_python, engine_threads=1, engine_slots=8)
     with pytest.raises(DeliveryError, match="untied copy of lm_head"):
         trainer.train()
-    until(lambda: all(is_gone(pid) for pid in pids))
-
-
-class StartedServer(TrainerCallback):
-    def __init__(self, pids):
-        self.pids = pids
+    assert len(pids) == 1
+    until(lambda: is_gone(pids[0]))
 
 
 def test_a_server_started_here_is_started_again_when_it_is_killed(vllm_python, tied_model, tmp_path):

@@ -14,6 +14,7 @@ What happens to rollouts in flight when a version is published (`kv_on_publish`)
 Publishing happens on the main thread, under `pool.changing`, which a server that comes back waits for.
 """
 
+import importlib.util
 import logging
 import shutil
 import time
@@ -30,6 +31,7 @@ from trl_a3po.engines.protocol import EngineEvent, EngineStats, GroupRequest, Sa
 from trl_a3po.engines.vllm.adapters import PREFIX, AdapterFolders, adapter_obstacle
 from trl_a3po.engines.vllm.completions import logprobs_modes
 from trl_a3po.engines.vllm.http import ConnectionFault, HttpFault, StatusFault
+from trl_a3po.engines.vllm.nccl import NcclTransfer
 from trl_a3po.engines.vllm.pool import Member, Publication, ServerPool
 from trl_a3po.engines.vllm.process import ServerProcess
 from trl_a3po.engines.vllm.scoring import score
@@ -52,7 +54,7 @@ class VLLMEngine:
         kv_on_publish: what happens to rollouts in flight when weights change.
         kept_versions: adapters that stay loaded, `max_staleness + 2`.
         transfer: how whole weights reach the servers: "disk", "nccl", or "auto", which takes NCCL where the servers
-            were started for it.
+            were started for it and vLLM is installed here.
         trainer_device: where the weights are; NCCL takes them from there.
         max_prompt_tokens: longest prompt; `None` leaves that to the servers' context.
         context: tokens of a server's context; `None`: the model's, or what `max_prompt_tokens` needs.
@@ -107,7 +109,7 @@ class VLLMEngine:
         self._process: ServerProcess | None = None
         self._adapters: AdapterFolders | None = None
         self._weights: CheckpointFolder | None = None
-        self._nccl = None
+        self._nccl: NcclTransfer | None = None
         self._names: set[str] = set()
         self._version = -1
         self._publishes = 0
@@ -146,6 +148,8 @@ class VLLMEngine:
         finally:
             if self._process is not None:
                 self._process.stop()
+            if self._nccl is not None:
+                self._nccl.close()
             shutil.rmtree(self._root, ignore_errors=True)
 
     # --- the protocol -------------------------------------------------------------------------------------------
@@ -230,6 +234,14 @@ class VLLMEngine:
 
     # --- starting -----------------------------------------------------------------------------------------------
 
+    @property
+    def _wants_nccl(self) -> bool:
+        """Whether servers must be started for NCCL: as set, or for one of our own on another GPU than ours."""
+        if self._transfer != "auto" or self._urls:
+            return self._transfer == "nccl"
+        gpus = {self._device, self._trainer_device}
+        return len(gpus) == 2 and {gpu.type for gpu in gpus} == {"cuda"} and _has_vllm()
+
     def _needs_of(self, spec: PolicySpec) -> Needs:
         config = spec.config.get_text_config()
         longest = (self._max_prompt_tokens or 1) + self._sampling.max_new_tokens
@@ -244,7 +256,7 @@ class VLLMEngine:
             logprobs_modes=logprobs_modes(self._sampling),
             max_lora_rank=spec.peft_config.r if spec.peft_config is not None else 0,
             max_loras=self._kept_versions if spec.peft_config is not None else 0,
-            transfer="nccl" if self._transfer == "nccl" and spec.peft_config is None else None,
+            transfer="nccl" if self._wants_nccl and spec.peft_config is None else None,
         )
 
     def _start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
@@ -322,11 +334,8 @@ class VLLMEngine:
         if self._adapters is not None or self._transfer == "disk":
             return
         possible = self._trainer_device.type == "cuda" and all(facts.transfer == "nccl" for facts in found)
-        if self._transfer == "auto" and not possible:
-            return
-        from trl_a3po.engines.vllm.nccl import NcclTransfer
-
-        self._nccl = NcclTransfer(self._trainer_device)
+        if self._transfer == "nccl" or (possible and _has_vllm()):
+            self._nccl = NcclTransfer(self._trainer_device)
 
     def _clean(self, member: Member) -> None:
         """Unload what a run before this one left, or this one no longer keeps."""
@@ -446,6 +455,10 @@ class VLLMEngine:
         if self._pool is None:
             raise EngineError("The engine was not started: call start(spec, sampling, update) first.")
         return self._pool
+
+
+def _has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
 
 
 def _trained(update: WeightUpdate) -> set[str]:

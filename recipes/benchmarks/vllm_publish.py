@@ -1,0 +1,284 @@
+"""Training with engine="vllm": what a publish costs, by each way, and where the seconds of a step go.
+
+    python recipes/benchmarks/vllm_publish.py --arms nccl disk lora grpo      # on 2 GPUs: one trains, one generates
+    python recipes/benchmarks/vllm_publish.py --arms disk:1 lora:1            # on 1 GPU, for both
+    python recipes/benchmarks/vllm_publish.py --shape small --cpu --arms disk lora --vllm_python PYTHON   # to try it
+
+`nccl` and `disk` send whole weights, `lora` a rank-16 adapter; `grpo` is GRPOTrainer with the same server. Random
+weights of the shape, bf16, completions of equal length. Each arm runs in a process of its own, with a time limit, and
+starts its own server; the servers' logs are shown where one fails.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from many_gpus import SHAPES, random_model, word_tokenizer
+
+COLUMNS = ("step", "wait", "publish", "GB/s", "tokens/s", "engine tokens/s", "trainer idle", "engine blocked")
+WARM = 3  # steps that are not measured
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arms", nargs="+", default=["nccl", "disk", "lora", "grpo"])
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--completions", type=int, default=64, help="completions an optimizer step")
+    parser.add_argument("--micro_batch", type=int, default=16)
+    parser.add_argument("--prompt_tokens", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=256, help="tokens a completion")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps")
+    parser.add_argument("--kv_on_publish", default="keep")
+    parser.add_argument("--limit", type=float, default=280.0, help="seconds an arm may take")
+    parser.add_argument("--cpu", action="store_true", help="to try the script")
+    parser.add_argument("--vllm_python", default=sys.executable)
+    parser.add_argument("--weights_dir", default="/dev/shm", help="folder for weights on their way by disk")
+    parser.add_argument("--json", default="vllm_publish.json", help="write the numbers here")
+    parser.add_argument("--arm", help=argparse.SUPPRESS)  # of the process of an arm
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+# --- the process of an arm ----------------------------------------------------------------------------------------
+
+
+def common(arguments) -> dict:
+    """Settings that GRPOConfig and A3POConfig share."""
+    return {
+        "output_dir": str(Path(arguments.folder) / "run"),
+        "per_device_train_batch_size": arguments.micro_batch,
+        "gradient_accumulation_steps": arguments.completions // arguments.micro_batch,
+        "num_generations": 8,
+        "max_completion_length": arguments.tokens,
+        "max_steps": arguments.steps + WARM,
+        "learning_rate": 1e-6,
+        "gradient_checkpointing": False,
+        "use_cpu": arguments.cpu,
+        "bf16": not arguments.cpu,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def data(arguments, vocab: int):
+    from datasets import Dataset
+
+    return Dataset.from_dict(
+        {
+            "prompt": [
+                " ".join(f"t{3 + (97 * row + 31 * word) % (vocab - 3)}" for word in range(arguments.prompt_tokens))
+                for row in range(1024)
+            ]
+        }
+    )
+
+
+def reward(completion_ids, **kwargs):
+    return [ids[0] % 7 / 6 for ids in completion_ids]
+
+
+def clock(steps: list[float]):
+    from transformers import TrainerCallback
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *args, **kwargs):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            steps.append(time.perf_counter() - self.began)
+
+    return Steps()
+
+
+def mean(values) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def train_a3po(arguments, way: str, one_gpu: bool) -> dict[str, float]:
+    from peft import LoraConfig
+
+    from trl_a3po import A3POConfig, A3POTrainer
+
+    tokenizer, steps, published = word_tokenizer(), [], []
+    model = random_model(arguments.shape, len(tokenizer), torch.float32 if arguments.cpu else torch.bfloat16, False)
+    args = A3POConfig(
+        **common(arguments),
+        generation_kwargs={"min_new_tokens": arguments.tokens},
+        max_staleness=2,
+        engine="vllm",
+        engine_device="cpu" if arguments.cpu else "cuda:0" if one_gpu else "cuda:1",
+        engine_max_prompt_tokens=arguments.prompt_tokens,
+        engine_dtype="float32" if arguments.cpu else "bfloat16",
+        kv_on_publish=arguments.kv_on_publish,
+        vllm_python=arguments.vllm_python,
+        vllm_weight_transfer="nccl" if way == "nccl" else "disk",
+        vllm_weights_dir=str(Path(arguments.weights_dir) / Path(arguments.folder).name),
+        vllm_gpu_memory_utilization=0.4,
+    )
+    trainer = A3POTrainer(
+        model,
+        reward,
+        args=args,
+        train_dataset=data(arguments, len(tokenizer)),
+        processing_class=tokenizer,
+        callbacks=[clock(steps)],
+        peft_config=LoraConfig(r=16, target_modules="all-linear") if way == "lora" else None,
+    )
+
+    class Published(type(clock([]))):
+        def on_step_end(self, *args, **kwargs):
+            stats = trainer._session.engine.stats()
+            published.append((stats.publish_seconds, stats.extra))
+
+        def on_step_begin(self, *args, **kwargs):
+            pass
+
+    trainer.add_callback(Published())
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "a3po/time/wait" in entry][WARM:]
+    seconds, (_, extra) = mean(steps[WARM:]), published[-1]
+    publish = mean(took for took, _ in published[WARM:])
+    return {
+        "step": seconds,
+        "wait": mean(entry["a3po/time/wait"] for entry in history),
+        "publish": publish,
+        "GB/s": extra["published_bytes"] / publish / 1e9,
+        "tokens/s": arguments.completions * arguments.tokens / seconds,
+        "engine tokens/s": history[-1]["a3po/engine/tokens_per_second"],
+        "trainer idle": mean(entry["a3po/time/wait"] for entry in history) / seconds,
+        "engine blocked": mean(entry["a3po/time/blocked"] for entry in history) / seconds,
+        "engine start": trainer.state.log_history[0]["a3po/time/engine_start"],
+        "engine gap": trainer.state.log_history[0]["a3po/engine_gap/mean"],
+        **extra,
+    }
+
+
+def train_grpo(arguments) -> dict[str, float]:
+    """GRPOTrainer's server mode, timed from outside."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    from trl_a3po.engines.vllm.process import ServerProcess
+    from trl_a3po.engines.vllm.startup import Needs
+
+    tokenizer, steps, syncs, generations = word_tokenizer(), [], [], []
+    model = random_model(arguments.shape, len(tokenizer), torch.bfloat16, False)
+    folder = Path(arguments.folder)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    context = arguments.prompt_tokens + arguments.tokens
+    needs = Needs(
+        str(folder / "model"),
+        "bfloat16",
+        context,
+        context,
+        ("processed_logprobs",),
+        transfer="nccl",
+        options={"--max-logprobs": "-1"},
+    )
+    server = ServerProcess(
+        arguments.vllm_python, needs, torch.device("cuda:1"), folder / "server.log", threads=None, max_restarts=0
+    )
+    server.start()
+    try:
+        server.wait_until_ready(arguments.limit)
+        args = GRPOConfig(
+            **common(arguments),
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_base_url=server.server.url,
+            generation_kwargs={"ignore_eos": True},
+        )
+        trainer = GRPOTrainer(
+            model,
+            reward,
+            args=args,
+            train_dataset=data(arguments, len(tokenizer)),
+            processing_class=tokenizer,
+            callbacks=[clock(steps)],
+        )
+        generation = trainer.vllm_generation
+        generation.sync_weights = timed(generation.sync_weights, syncs)
+        generation.generate = timed(generation.generate, generations)
+        trainer.train()
+    finally:
+        server.stop()
+    seconds, sync = mean(steps[WARM:]), mean(syncs[WARM:])
+    tokens = arguments.completions * arguments.tokens
+    return {
+        "step": seconds,
+        "wait": mean(generations[WARM:]),
+        "publish": sync,
+        "GB/s": sum(p.numel() * p.element_size() for p in model.parameters()) / sync / 1e9,
+        "tokens/s": tokens / seconds,
+        "engine tokens/s": tokens / mean(generations[WARM:]),
+        "trainer idle": mean(generations[WARM:]) / seconds,
+        "engine blocked": 1.0 - mean(generations[WARM:]) / seconds,
+    }
+
+
+def timed(function, seconds: list[float]):
+    def run(*args, **kwargs):
+        began = time.perf_counter()
+        result = function(*args, **kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+        return result
+
+    return run
+
+
+def train(arguments) -> None:
+    way, _, gpus = arguments.arm.partition(":")
+    result = train_grpo(arguments) if way == "grpo" else train_a3po(arguments, way, gpus == "1")
+    (Path(arguments.folder) / "result.json").write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)  # NCCL's threads are not worth waiting for
+
+
+# --- all arms -----------------------------------------------------------------------------------------------------
+
+
+def launch(arm: str, arguments) -> dict[str, float] | str:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm, "--folder", folder]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
+        except subprocess.TimeoutExpired as error:
+            return (
+                f"took more than {arguments.limit:.0f} s: {((error.stdout or b'') + (error.stderr or b''))[-3000:]!r}"
+            )
+        result = Path(folder) / "result.json"
+        return json.loads(result.read_text()) if result.is_file() else (done.stdout + done.stderr)[-6000:]
+
+
+def main():
+    arguments = parse_arguments()
+    if arguments.arm:
+        train(arguments)
+    results = {}
+    for arm in arguments.arms:
+        began = time.perf_counter()
+        results[arm] = launch(arm, arguments)
+        Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "arms": results}, indent=1))
+        took = time.perf_counter() - began
+        if isinstance(results[arm], str):
+            print(f"{arm} ({took:.0f} s) failed:\n{results[arm]}", flush=True)
+            continue
+        numbers = "  ".join(f"{name} {results[arm][name]:.3g}" for name in COLUMNS)
+        print(f"{arguments.shape} {arm} ({took:.0f} s): {numbers}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

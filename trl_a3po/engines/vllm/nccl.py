@@ -1,0 +1,196 @@
+"""Whole weights over NCCL, from the trainer's GPU into the workers of vLLM servers, by vLLM's own endpoints.
+
+Guarantees: at most `BUCKET_BYTES` beside the weights at a time on the trainer's GPU (or one tensor, if that is
+larger), and vLLM's buffers; tensors are gone through once, also for several servers; each server has a group of its
+own, so one that dies beforehand takes no other with it. Needs vLLM in the trainer's environment, for its communicator.
+
+A server that dies while it receives leaves NCCL waiting: that ends with an `EngineError` after `BUCKET_LIMIT`.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from packaging.version import Version
+
+from trl_a3po.engines.vllm.http import HttpFault
+from trl_a3po.engines.vllm.pool import Member
+from trl_a3po.engines.vllm.server import LOAD_LIMIT
+from trl_a3po.errors import EngineError
+from trl_a3po.publish.policy import GatheredTensors, WeightUpdate
+
+BUCKET_BYTES = 512 * 2**20
+BUCKET_LIMIT = 120.0  # seconds
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+class NcclTransfer:
+    """
+    Args:
+        device: the trainer's GPU.
+
+    Raises:
+        EngineError: the device is no GPU, or vLLM is not installed here.
+    """
+
+    def __init__(self, device: torch.device):
+        if device.type != "cuda":
+            raise EngineError(
+                f"vllm_weight_transfer='nccl' takes weights from a GPU, but the trainer is on {device}: set 'disk'."
+            )
+        try:
+            import vllm
+        except ImportError as error:
+            raise EngineError(
+                "vllm_weight_transfer='nccl' needs vLLM in the trainer's environment, for its NCCL communicator: pip "
+                "install 'trl-a3po[vllm]', or set vllm_weight_transfer='disk'."
+            ) from error
+        self._device = device
+        self._packs_at_init = Version(vllm.__version__).release[:2] >= (0, 28)
+        self._groups: dict[str, Any] = {}  # by the URL of the server
+
+    def send(
+        self, members: Sequence[Member], update: WeightUpdate, dtype: torch.dtype, lost: Callable[[Member, str], None]
+    ) -> tuple[list[Member], int]:
+        """Load `update`, as `dtype`, into paused servers. Returns those that have it, and its size in bytes.
+
+        Raises:
+            EngineError: a server took part and then did not finish; no server can be reached.
+        """
+        receivers = self._each(members, self._begin, lost)
+        if not receivers:
+            raise EngineError("No vLLM server could be reached to take the weights. Resume from the last checkpoint.")
+        size = 0
+        for bucket in buckets(update, self._device, dtype, BUCKET_BYTES):
+            size += sum(tensor.nbytes for _, tensor in bucket)
+            for member in receivers:
+                self._send_bucket(member, bucket)
+        return self._each(receivers, lambda member: member.server.post("/finish_weight_update"), lost), size
+
+    def forget(self, url: str) -> None:
+        """Drop the group of a server that was lost: a new process there needs a new one."""
+        if (group := self._groups.pop(url, None)) is not None:
+            group.group.store = group.group.socket = None  # the server would wait on the socket
+
+    def close(self) -> None:
+        for url in list(self._groups):
+            self.forget(url)
+
+    def _each(self, members, step: Callable[[Member], Any], lost: Callable[[Member, str], None]) -> list[Member]:
+        done = []
+        for member in members:
+            try:
+                step(member)
+                done.append(member)
+            except HttpFault as fault:
+                self.forget(member.server.url)
+                lost(member, str(fault))
+        return done
+
+    def _begin(self, member: Member) -> None:
+        if member.server.url not in self._groups:
+            self._groups[member.server.url] = self._joined(member)
+        member.server.post("/start_weight_update")
+
+    def _joined(self, member: Member) -> Any:
+        """A group of this process, as rank 0, and the workers of a server."""
+        workers = member.server.get("/get_world_size")["world_size"]
+        host = urlsplit(member.server.url).hostname
+        rendezvous = {"master_address": _address_towards(host), "master_port": _free_port(), "rank_offset": 1}
+        rendezvous["world_size"] = 1 + workers
+        if self._packs_at_init:
+            rendezvous["packed"] = True
+        theirs = _in_thread(member.server.post, "/init_weight_transfer_engine", {"init_info": rendezvous}, LOAD_LIMIT)
+        ours = _in_thread(self._join, rendezvous)
+        return self._both(member, ours, theirs)
+
+    def _join(self, rendezvous: dict[str, Any]) -> Any:
+        with torch.cuda.device(self._device):
+            if self._packs_at_init:
+                from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+                return trainer_init(rendezvous)
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+            return NCCLWeightTransferEngine.trainer_init(rendezvous)
+
+    def _send_bucket(self, member: Member, bucket: Named) -> None:
+        told = {
+            "names": [name for name, _ in bucket],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+        }
+        if not self._packs_at_init:
+            told["packed"] = True
+        torch.cuda.synchronize(self._device)  # the weights may still be computed
+        theirs = _in_thread(member.server.post, "/update_weights", {"update_info": told}, BUCKET_LIMIT)
+        ours = _in_thread(self._broadcast, member.server.url, bucket)
+        self._both(member, ours, theirs)
+
+    def _broadcast(self, url: str, bucket: Named) -> None:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        with torch.cuda.device(self._device):
+            packed_nccl_broadcast_producer(iter(bucket), self._groups[url], 0, lambda item: item[1])
+            torch.cuda.synchronize(self._device)
+
+    def _both(self, member: Member, ours: Future, theirs: Future) -> Any:
+        """Wait for both ends, ours first to be known as failed by theirs."""
+        try:
+            theirs.result(LOAD_LIMIT)
+            return ours.result(BUCKET_LIMIT)
+        except (HttpFault, TimeoutError) as fault:
+            why = str(fault) or "no end in time."
+            raise EngineError(
+                f"Weights did not reach the vLLM server at {member.server.url} over NCCL: {why} "
+                "NCCL may still wait for it, so this process cannot go on: resume from the last checkpoint."
+            ) from fault
+
+
+def buckets(update: WeightUpdate, device: torch.device, dtype: torch.dtype, most: int) -> Iterator[Named]:
+    """The tensors of `update` on `device`, floating ones as `dtype`, in runs of at most `most` bytes or one tensor."""
+    gone = isinstance(update.tensors, GatheredTensors)  # when the next one is asked for
+    run: Named = []
+    size = 0
+    for name, tensor in update.tensors.items():
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        moved = tensor.detach().to(device, kind, copy=gone).contiguous()
+        if run and size + moved.nbytes > most:
+            yield run
+            run, size = [], 0
+        run.append((name, moved))
+        size += moved.nbytes
+    if run:
+        yield run
+
+
+def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future:
+    """Run it in a thread that does not keep this process from its end: what waits for NCCL may do so for ever."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="a3po-nccl", daemon=True).start()
+    return future
+
+
+def _address_towards(host: str) -> str:
+    """Our own address as `host` sees it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
