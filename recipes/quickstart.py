@@ -10,6 +10,8 @@ Other models, other schedules:
 
     python recipes/quickstart.py --model Qwen/Qwen2.5-0.5B-Instruct     # where a hub is reachable; a GPU is used
     python recipes/quickstart.py --schedule sync                        # the same work without running ahead
+    python recipes/quickstart.py --engine vllm                          # a vLLM server, started and stopped with it
+    python recipes/quickstart.py --engine vllm --vllm_server_urls http://localhost:8000
 """
 
 import argparse
@@ -51,6 +53,10 @@ def parse_arguments():
     parser.add_argument("--max_staleness", type=int, default=2)
     parser.add_argument("--schedule", default="async", choices=["async", "sync"])
     parser.add_argument("--learning_rate", type=float, default=2e-4)
+    parser.add_argument("--engine", default="transformers", choices=["transformers", "vllm"])
+    parser.add_argument("--engine_device", help="such as cuda:1; by default the trainer's")
+    parser.add_argument("--vllm_server_urls", nargs="+", help="running servers; none starts one")
+    parser.add_argument("--vllm_python", help="interpreter of an environment with vLLM; by default this one")
     parser.add_argument("--output_dir", default="outputs/quickstart")
     return parser.parse_args()
 
@@ -135,7 +141,11 @@ def main():
         # asynchrony
         max_staleness=arguments.max_staleness,
         schedule=arguments.schedule,
-        engine_slots=16,
+        engine=arguments.engine,
+        engine_device=arguments.engine_device,
+        engine_slots=None if arguments.vllm_server_urls else 16,
+        vllm_server_urls=arguments.vllm_server_urls,
+        vllm_python=arguments.vllm_python,
         # a batch and its optimizer step
         per_device_train_batch_size=GENERATIONS,
         gradient_accumulation_steps=PROMPTS,

@@ -463,6 +463,9 @@ class A3POTrainer(GRPOTrainer):
         metrics["a3po/queue/outstanding"].append(float(status.outstanding))
         metrics["a3po/engine/tokens_per_second"].append(engine.tokens / max(engine.busy_seconds, 1e-9))
         metrics["a3po/engine/restarts"].append(float(engine.restarts))
+        if self.args.engine == "vllm":
+            for name, count in engine.extra.items():
+                metrics[f"a3po/vllm/{name}"] = [count]
         for gap in self._session.measured_gaps():
             metrics["a3po/delivery/gap"].append(gap)
         outcomes = self._session.queue.outcomes()

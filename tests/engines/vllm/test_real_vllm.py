@@ -129,7 +129,7 @@ def check_versions(trainer: CheckingTrainer, *, exact_after_a_publish: bool) -> 
     assert own.max() < 1e-3 and other.mean() > 10 * own.mean()
     if exact_after_a_publish and trainer.later_parts:
         assert max(trainer.later_parts) < 1e-3
-    gaps = [entry["a3po/engine/gap"] for entry in trainer.state.log_history if "a3po/engine/gap" in entry]
+    gaps = [entry["a3po/delivery/gap"] for entry in trainer.state.log_history if "a3po/delivery/gap" in entry]
     assert gaps and max(gaps) < 1e-3
 
 

@@ -447,7 +447,7 @@ class ServerPool:
 
     def _look_at(self, member: Member) -> None:
         try:
-            member.server.ping(max(1.0, self._poll))
+            member.server.ping()
         except HttpFault as fault:
             with self._changed:
                 member.pings_missed += 1

@@ -5,6 +5,7 @@ was written last stays until the next one is written, for servers that come back
 """
 
 import copy
+import json
 import os
 import shutil
 from pathlib import Path
@@ -55,6 +56,8 @@ class CheckpointFolder:
             self._names = set(tensors)
         elif left_out := self._names - set(tensors):
             self._keep(before, folder, left_out)
+        files = dict.fromkeys(self._names, _REST) | dict.fromkeys(tensors, _TRAINED)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
         self.folder = folder
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
