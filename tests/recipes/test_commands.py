@@ -10,6 +10,7 @@ from trl_a3po.config import NOT_YET
 from trl_a3po.train import make_parser
 
 HEADERS = [(path.name, words) for path in RECIPES for words in commands(path.read_text())]
+README = [words for words in commands((ROOT / "README.md").read_text()) if (ROOT / train_arguments(words)[0]).is_file()]
 
 
 def parsed(words: list[str]):
@@ -44,6 +45,12 @@ def test_a_command_of_a_recipe_can_be_parsed_and_fills_its_batches(name, words):
     assert rows % training_args.num_generations == 0
     if "--config_file" in words:
         assert (ROOT / words[words.index("--config_file") + 1]).is_file()
+
+
+def test_the_readmes_commands_can_be_parsed():
+    assert README
+    for words in README:
+        parsed(words)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
