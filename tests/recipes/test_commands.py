@@ -10,7 +10,9 @@ from trl_a3po.config import NOT_YET
 from trl_a3po.train import make_parser
 
 HEADERS = [(path.name, words) for path in RECIPES for words in commands(path.read_text())]
-README = [words for words in commands((ROOT / "README.md").read_text()) if (ROOT / train_arguments(words)[0]).is_file()]
+README = [
+    words for words in commands((ROOT / "README.md").read_text()) if (ROOT / train_arguments(words)[0]).is_file()
+]
 
 
 def parsed(words: list[str]):
