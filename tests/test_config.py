@@ -98,6 +98,8 @@ REFUSED = [
     ({"engine": "vllm", "vllm_server_urls": ["localhost:8000"]}, "'localhost:8000': set URLs such as"),
     ({"engine": "vllm", "vllm_server_urls": ["http://a:1"], "engine_slots": 4}, "--max-num-seqs 4"),
     ({"vllm_server_urls": ["http://a:1"]}, "set engine='vllm'"),
+    ({"engine": "vllm", "vllm_tensor_parallel_size": 2}, "--tensor-parallel-size"),
+    ({"engine": "vllm", "vllm_structured_outputs_regex": "a+"}, "completions are not constrained"),
     ({"vllm_weight_transfer": "rdma"}, "vllm_weight_transfer='rdma' is not known"),
     ({"vllm_outage_timeout": 0.0}, "vllm_outage_timeout=0.0 must be"),
     ({"engine_dtype": "fp8"}, "engine_dtype='fp8' is not known"),

@@ -499,6 +499,16 @@ class A3POConfig(GRPOConfig):
                 "deterministic=True cannot hold with engine='vllm', whose results depend on what it batches: set "
                 "engine='transformers' or deterministic=False."
             )
+        for name, unset, instead in (
+            ("vllm_structured_outputs_regex", None, "completions are not constrained"),
+            ("vllm_enable_sleep_mode", False, "the server samples while the trainer trains"),
+            ("vllm_model_impl", "vllm", "start the server with --model-impl and set vllm_server_urls"),
+            ("vllm_tensor_parallel_size", 1, "start the server with --tensor-parallel-size and set vllm_server_urls"),
+        ):
+            if getattr(self, name) != unset:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not used with engine='vllm': leave it at {unset!r}; {instead}."
+                )
         if not self.vllm_server_urls and len(self.engine_devices) > 1:
             raise ValueError(
                 f"engine_device={self.engine_device!r} with engine='vllm' starts one server, on one device: name one, "

@@ -23,6 +23,8 @@ def config_plan(args: A3POConfig) -> str:
     bound = args.staleness_bound
     ahead = bound // steps
     engine = args.engine if isinstance(args.engine, str) else type(args.engine).__name__
+    if args.engine == "vllm":
+        engine = f"vllm on {', '.join(args.vllm_server_urls or ()) or 'a server started for the run'}"
     lines = {
         "generation batch": f"{groups} prompts x {args.num_generations} completions (B = {groups})",
         "optimizer steps a batch": f"K = {steps}"
@@ -90,9 +92,12 @@ def trainer_plan(
         else spread,
         "trainer memory": f"{_gib(weights + gradients + states)} (weights {_gib(weights)}, gradients "
         f"{_gib(gradients)}, Adam {_gib(states)}), and activations",
-        "engine memory": f"{_gib(2 * replica + cache)} (replica {_gib(replica)}, published copy {_gib(replica)}, "
-        f"cache of {slots} completions {_gib(cache)}), and the cache of their prompts",
     }
+    if args.engine != "vllm":  # which takes the share of a GPU that it was given
+        lines["engine memory"] = (
+            f"{_gib(2 * replica + cache)} (replica {_gib(replica)}, published copy {_gib(replica)}, "
+            f"cache of {slots} completions {_gib(cache)}), and the cache of their prompts"
+        )
     return f"{config_plan(args)}\n{_table(lines)}"
 
 
