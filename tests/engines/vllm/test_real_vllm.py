@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from tests.engines.running import is_gone, until
 from tests.runs import taken_groups
 from trl_a3po import A3POConfig, A3POTrainer
-from trl_a3po.engines.protocol import SamplingSettings
+from trl_a3po.engines.protocol import GroupRequest, SamplingSettings
 from trl_a3po.engines.vllm.engine import VLLMEngine
 from trl_a3po.engines.vllm.process import ServerProcess
 from trl_a3po.engines.vllm.server import Server
@@ -24,7 +24,7 @@ from trl_a3po.publish.perturb import WholePolicy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-STALENESS, LENGTH, TEMPERATURE = 2, 48, 0.8
+STALENESS, LENGTH, TEMPERATURE = 2, 32, 0.8
 
 
 class KeepVersions(TrainerCallback):
@@ -158,6 +158,61 @@ def test_a_run_with_whole_weights_stamps_every_token_with_its_version(
     )
     trainer.train()
     check_versions(trainer, exact_after_a_publish=kv_on_publish == "recompute")
+
+
+# --- a publish in the middle of rollouts ---------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def replayed_logps(model, states, prompt_ids, rollout, *, keeps: bool) -> list[float]:
+    """Log-probs of a rollout by its own versions: each segment under its weights, after the cache of the segment
+    before, or, where caches are not kept, after one of its own."""
+    ids = torch.tensor([[*prompt_ids, *rollout.token_ids]])
+    start = len(prompt_ids) - 1  # the token whose logits the completion's first one was sampled from
+    boundaries = [i for i, v in enumerate(rollout.versions) if i == 0 or v != rollout.versions[i - 1]]
+    logps, cache, cached = [], None, 0
+    for begin, end in zip(boundaries, [*boundaries[1:], len(rollout.token_ids)], strict=True):
+        model.load_state_dict(states[rollout.versions[begin]])
+        if not keeps:
+            cache, cached = None, 0
+        output = model(ids[:, cached : start + end], past_key_values=cache, use_cache=True)
+        scores = (output.logits[0].float() / TEMPERATURE).log_softmax(-1)[start + begin - cached :]
+        logps += scores.gather(1, ids[0, start + 1 + begin : start + 1 + end, None])[:, 0].tolist()
+        cache, cached = output.past_key_values, start + end
+    return logps
+
+
+@pytest.mark.parametrize("kind", ["whole, keep", "whole, recompute", "adapter, recompute"])
+def test_a_publish_in_the_middle_of_rollouts_divides_them_at_the_token(
+    kind, whole, weights_server, adapted, adapter_server, tmp_path
+):
+    what, kv_on_publish = kind.split(", ")
+    model, url = (whole, weights_server) if what == "whole" else (adapted, adapter_server)
+    sampling = SamplingSettings(400, temperature=TEMPERATURE)
+    prompt_ids = tuple(range(300, 310))
+    engine = VLLMEngine([url], folder=tmp_path, kv_on_publish=kv_on_publish, kept_versions=4)
+    states = {0: {name: tensor.clone() for name, tensor in model.state_dict().items()}}
+    try:
+        engine.start(policy_spec(model, torch.float32), sampling, collect_weights(model, 0, complete=True))
+        before = Server(url).generated_tokens()
+        engine.submit([GroupRequest(0, 0, prompt_ids, 2)])
+        until(lambda: Server(url).generated_tokens() > before + 8)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05 * max(parameter.std().item(), 0.1))
+        states[1] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        engine.publish(collect_weights(model, 1, complete=False))
+        events = []
+        until(lambda: events.extend(engine.wait(1.0)) or events)
+        assert engine.stats().extra["bounded_tokens"] == 0
+        for rollout in events[0].rollouts:
+            assert set(rollout.versions) == {0, 1}
+            replayed = replayed_logps(model, states, prompt_ids, rollout, keeps=kv_on_publish == "keep")
+            assert max(abs(a - b) for a, b in zip(replayed, rollout.logps, strict=True)) < 2e-3
+    finally:
+        model.load_state_dict(states[0])
+        engine.close()
 
 
 # --- the delivery check ---------------------------------------------------------------------------------------------

@@ -361,10 +361,16 @@ class VLLMEngine:
 
     def _publish(self, update: WeightUpdate) -> None:
         self._publishes += 1
-        if self._adapters is not None:
-            self._publish_adapter(update)
-        else:
-            self._publish_weights(update)
+        try:
+            if self._adapters is not None:
+                self._publish_adapter(update)
+            else:
+                self._publish_weights(update)
+        except OSError as error:
+            raise EngineError(
+                f"Version {update.version} could not be written to {self._root}: {error}. Free space there, or set "
+                "vllm_weights_dir to another folder that the servers can read."
+            ) from error
 
     def _publish_adapter(self, update: WeightUpdate) -> None:
         pool, folders = self._pool, self._adapters

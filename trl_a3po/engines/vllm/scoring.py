@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from trl_a3po.engines.protocol import SamplingSettings
 from trl_a3po.engines.vllm.completions import (
     SCORES_PER_CALL,
-    filters_of,
     parse_prompt_score,
     parse_score,
     prompt_score_body,
@@ -41,8 +40,8 @@ def score(
 
 
 def _of_the_prompt(server, publication, sampling, prompt_ids, completion_ids, limit) -> list[float]:
-    """The same where the server has no `logprob_token_ids`."""
-    if sampling.temperature != 1.0 or filters_of(sampling):
+    """The same where the server has no `logprob_token_ids`: a prompt's log-probs know no temperature, no filter."""
+    if sampling.temperature != 1.0:
         raise AnswerFault(
             f"{server.url} cannot give log-probs of known tokens at temperature={sampling.temperature:g}, which this "
             "version of vLLM does at 1.0 alone: take a newer one, or set delivery_check_steps=0."
