@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, ProcessorMixin
 from trl.data_utils import is_conversational
 
-from trl_a3po.config import A3POConfig
+from trl_a3po.config import STEP_NORMALIZED_LOSS_TYPES, A3POConfig
 from trl_a3po.engines.embedded.forward import check_architecture
 from trl_a3po.engines.embedded.sampling import check_sampling
 from trl_a3po.engines.protocol import SamplingSettings
@@ -158,8 +158,33 @@ def check_sharding(is_fsdp_enabled: bool) -> None:
 
 
 def groups_per_batch(args: A3POConfig) -> int:
-    """B: the prompts of one generation batch."""
+    """The prompts of one generation batch."""
     return args.generation_batch_size // args.num_generations
+
+
+def groups_per_take(args: A3POConfig) -> int:
+    """B: the groups that one take hands out, all of the generation batch or, with `schedule="periodic"`, those of one
+    micro-step."""
+    return groups_per_batch(args) // args.takes_per_generation
+
+
+def check_periodic(args: A3POConfig, *, deepspeed: bool, aux_loss: float) -> None:
+    """Raise `ValueError` for what would make `schedule="periodic"` train something else than `schedule="sync"`: a
+    backward that steps the optimizer before the gradients are scaled, and a loss of the micro-batch as a whole, whose
+    coefficient is `aux_loss`."""
+    if args.schedule != "periodic" or args.gradient_accumulation_steps == 1:
+        return
+    if deepspeed and args.loss_type in STEP_NORMALIZED_LOSS_TYPES:
+        raise ValueError(
+            f"schedule='periodic' with loss_type={args.loss_type!r} scales the gradients once the period's tokens are "
+            "known, which DeepSpeed's backward leaves no room for: set loss_type='dr_grpo' or 'grpo', or launch "
+            "without DeepSpeed."
+        )
+    if aux_loss:
+        raise ValueError(
+            f"schedule='periodic' with router_aux_loss_coef={aux_loss!r} would train a loss that "
+            "depends on which groups meet in a micro-step: set router_aux_loss_coef=0.0, or schedule='sync'."
+        )
 
 
 def check_on_group(on_group: Any) -> None:
@@ -297,9 +322,14 @@ def check_completions(groups: Sequence[Group], max_completion_length: int, vocab
                 )
 
 
-def check_some_reward(groups: Sequence[Group], names: Sequence[str]) -> None:
-    """Raise `RewardError` for a batch of which no reward function has scored a completion."""
-    if all(math.isnan(reward) for group in groups for row in group.score.rewards for reward in row):
+def has_reward(groups: Sequence[Group]) -> bool:
+    """Whether a reward function has scored one of the completions."""
+    return not all(math.isnan(reward) for group in groups for row in group.score.rewards for reward in row)
+
+
+def check_some_reward(scored: bool, names: Sequence[str]) -> None:
+    """Raise `RewardError` unless a reward function has `scored` a completion of the generation batch."""
+    if not scored:
         raise RewardError(
             f"No completion of a generation batch got a reward: {', '.join(map(repr, names))} returned None for all "
             "of them, and there is nothing to train on. Have one return a number, or remove the rows to which none "

@@ -16,6 +16,7 @@ from trl import GRPOConfig
 from trl_a3po.rollout.admission import staleness_of_schedule, starves
 
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+STEP_NORMALIZED_LOSS_TYPES = ("dapo", "cispo", "vespo")  # divided by the tokens of the whole optimizer step
 
 CHOICES = {
     "schedule": ("async", "sync", "periodic", "fixed_lag"),
@@ -33,11 +34,6 @@ CHOICES = {
 
 ENGINE_METHODS = ("start", "submit", "wait", "cancel", "publish", "score", "stats", "close")
 
-# Values of the public interface that this version does not run yet, and what to set until it does.
-NOT_YET = {
-    ("schedule", "periodic"): "'async' or 'sync'",
-}
-
 
 @dataclass
 class A3POConfig(GRPOConfig):
@@ -53,9 +49,10 @@ class A3POConfig(GRPOConfig):
             taken. 0 trains exactly as GRPO.
         schedule (`str`, *optional*, defaults to `"async"`):
             `"async"` generates ahead of training within `max_staleness`; `"sync"` generates each batch from the
-            current policy and waits for it; `"fixed_lag"` samples every batch from the policy of exactly
-            `max_staleness` steps before, so that a run does not depend on timing; it publishes at every batch and
-            cannot replace a group.
+            current policy and waits for it; `"periodic"` does too, but begins to train with the groups that are
+            finished first, and takes one optimizer step when all are; `"fixed_lag"` samples every batch from the
+            policy of exactly `max_staleness` steps before, so that a run does not depend on timing; it publishes at
+            every batch and cannot replace a group.
         weight_sync_steps (`int`, *optional*, defaults to `1`):
             Optimizer steps between two publishes of the weights to the engine.
         max_attempts (`int`, *optional*, defaults to `3`):
@@ -178,7 +175,8 @@ class A3POConfig(GRPOConfig):
         default="async",
         metadata={
             "help": "'async' generates ahead of training within max_staleness; 'sync' generates each batch from the "
-            "current policy and waits for it; 'fixed_lag' samples every batch from the policy of exactly "
+            "current policy and waits for it; 'periodic' does too, but begins to train with the groups that are "
+            "finished first (Periodic Asynchrony); 'fixed_lag' samples every batch from the policy of exactly "
             "max_staleness steps before, so that a run does not depend on timing.",
             "choices": list(CHOICES["schedule"]),
         },
@@ -425,6 +423,16 @@ class A3POConfig(GRPOConfig):
         return self.max_staleness // self.optimizer_steps_per_generation if self.schedule == "fixed_lag" else None
 
     @property
+    def takes_per_generation(self) -> int:
+        """In how many takes a generation batch is handed out: one, or, with `schedule="periodic"`, one a micro-step."""
+        return self.steps_per_generation if self.schedule == "periodic" else 1
+
+    @property
+    def micro_steps_per_take(self) -> int:
+        """Micro-steps from one take to the next."""
+        return self.steps_per_generation * self.num_iterations // self.takes_per_generation
+
+    @property
     def optimizer_steps_per_generation(self) -> int:
         """K: the most optimizer steps that one generation batch is used for, at least 1."""
         micro_steps = self.steps_per_generation * self.num_iterations
@@ -448,8 +456,7 @@ class A3POConfig(GRPOConfig):
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                available = [repr(choice) for choice in choices if (name, choice) not in NOT_YET]
-                raise ValueError(f"{name}={value!r} is not known: set one of {', '.join(available)}.")
+                raise ValueError(f"{name}={value!r} is not known: set one of {', '.join(map(repr, choices))}.")
         if isinstance(self.engine, str) and self.engine not in ("transformers", "vllm"):
             raise ValueError(
                 f"engine={self.engine!r} is not known: set 'transformers', 'vllm', or an object with the methods of "
@@ -457,9 +464,6 @@ class A3POConfig(GRPOConfig):
             )
         if not isinstance(self.engine, str):
             self._check_engine_object()
-        for (name, value), instead in NOT_YET.items():
-            if isinstance(getattr(self, name), str) and getattr(self, name) == value:
-                raise ValueError(f"{name}={value!r} is not available in this version: set {instead}.")
         if self.engine_dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(
                 f"engine_dtype={self.engine_dtype!r} is not known: set 'float32', 'bfloat16' or 'float16', or leave "
@@ -686,7 +690,44 @@ class A3POConfig(GRPOConfig):
                 f"{self.weight_sync_steps} would skip: set weight_sync_steps={steps}."
             )
 
+    def _check_periodic(self):
+        """What keeps a period's gradient a sum over its groups, whichever of them meet in a micro-step, or raise."""
+        accumulation = self.gradient_accumulation_steps
+        one_step = f"one optimizer step a period (gradient_accumulation_steps={accumulation})"
+        early = "advantages that are known when a group is finished"
+        sum_of_groups = "a loss that does not depend on which groups meet in a micro-step"
+        for name, breaks, why, instead in (
+            ("num_iterations", self.num_iterations != 1, one_step, 1),
+            ("steps_per_generation", self.steps_per_generation != accumulation, one_step, accumulation),
+            ("weight_sync_steps", self.weight_sync_steps != 1, "a publish at the start of every period", 1),
+            ("scale_rewards", self.scale_rewards == "batch", early, "group"),
+            (
+                "multi_objective_aggregation",
+                self.multi_objective_aggregation == "normalize_then_sum",
+                early,
+                "sum_then_normalize",
+            ),
+            ("loss_type", self.loss_type == "bnpo", sum_of_groups, "dapo"),
+            ("top_entropy_quantile", self.top_entropy_quantile < 1, sum_of_groups, 1.0),
+            ("entropy_coef", self.entropy_coef != 0, sum_of_groups, 0.0),
+            ("use_adaptive_entropy", self.use_adaptive_entropy, sum_of_groups, False),
+        ):
+            if breaks:
+                raise ValueError(
+                    f"schedule='periodic' needs {why}, which {name}={getattr(self, name)!r} breaks: set "
+                    f"{name}={instead!r}, or schedule='sync'."
+                )
+        rows = self.generation_batch_size // self.steps_per_generation
+        if rows % self.num_generations:
+            raise ValueError(
+                f"schedule='periodic' trains whole groups in each micro-step, but the {rows} completions of one "
+                f"(per_device_train_batch_size={self.per_device_train_batch_size} on all processes) are not a multiple "
+                f"of num_generations={self.num_generations}: set per_device_train_batch_size so that they are."
+            )
+
     def _check_staleness(self):
+        if self.schedule == "periodic":
+            self._check_periodic()
         if self.schedule == "fixed_lag":
             self._check_fixed_lag()
         steps = self.optimizer_steps_per_generation

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerState
 
+from trl_a3po.checks import groups_per_take
 from trl_a3po.distributed.team import Team
 from trl_a3po.errors import A3POError, CheckpointError
 from trl_a3po.rollout import checkpoint
@@ -157,17 +158,14 @@ def settings(trainer) -> dict[str, Any]:
     }
 
 
-def _micro_steps_per_take(trainer) -> int:
-    return trainer.args.steps_per_generation * trainer.num_iterations
-
-
 def _slices_left(trainer) -> list[dict[str, Any] | None] | None:
     """The slices of the batch in use that a later micro-step needs, at their places; `None` between two batches."""
-    done = trainer._step % _micro_steps_per_take(trainer)
+    micro_steps = trainer.args.micro_steps_per_take
+    done = trainer._step % micro_steps
     if done == 0 or trainer._buffered_inputs is None:
         return None
     slices = trainer.args.steps_per_generation
-    needed = {step % slices for step in range(done, _micro_steps_per_take(trainer))}
+    needed = {step % slices for step in range(done, micro_steps)}
     return [part if number in needed else None for number, part in enumerate(trainer._buffered_inputs)]
 
 
@@ -220,8 +218,9 @@ def load_run(trainer, folder: Path) -> RunState:
             ", ".join(trainer.reward_func_names),
         )
         queue = replace(queue, outstanding=[replace(item, score=None) for item in queue.outstanding])
+    takes = -(-values["micro_steps"] // trainer.args.micro_steps_per_take)  # as this run's schedule counts them
     run = RunState(
-        queue=queue,
+        queue=replace(queue, next_take=takes),
         micro_steps=values["micro_steps"],
         publishes_counted_from=values["publishes_counted_from"],
         evaluation_noise=values["evaluation_noise"],
@@ -299,7 +298,7 @@ def _plain_run(trainer, folder: Path) -> RunState:
         per_epoch = len(trainer.get_train_dataloader())
         epochs, steps = divmod(version, -(-per_epoch // args.gradient_accumulation_steps))
         micro_steps = epochs * per_epoch + steps * args.gradient_accumulation_steps
-    takes, inside = divmod(micro_steps, _micro_steps_per_take(trainer))
+    takes, inside = divmod(micro_steps, args.micro_steps_per_take)
     if inside:
         raise ValueError(
             f"{folder} was not saved by an A3POTrainer, and step {version} lies inside a generation batch, whose "
@@ -309,11 +308,11 @@ def _plain_run(trainer, folder: Path) -> RunState:
         "%s was not saved by an A3POTrainer: the queue starts empty, and the prompts go on at row %d, where a run "
         "with the present settings would be.",
         folder,
-        takes * args.generation_batch_size // args.num_generations,
+        takes * groups_per_take(args),
     )
     queue = QueueState(
         next_take=takes,
-        cursor=takes * args.generation_batch_size // args.num_generations,
+        cursor=takes * groups_per_take(args),
         published_version=version,
         last_taken_version=0,
         rejected_in_a_row=0,

@@ -24,7 +24,7 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.trainer.utils import RepeatSampler
 
-from trl_a3po.checks import check_prompt, check_prompt_ids, groups_per_batch, sent_merged
+from trl_a3po.checks import check_prompt, check_prompt_ids, groups_per_batch, groups_per_take, sent_merged
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.embedded.engine import TransformersEngine
 from trl_a3po.engines.protocol import Engine, SamplingSettings
@@ -91,7 +91,7 @@ class Session:
                 aggregation=args.multi_objective_aggregation,
                 on_group=trainer.on_group,
             ),
-            groups_per_batch=groups_per_batch(args),
+            groups_per_batch=groups_per_take(args),
             num_rollouts=args.num_generations,
             max_staleness=args.staleness_bound,
             version_of_take=clock.version_of_take,
@@ -100,7 +100,7 @@ class Session:
             max_attempts=args.max_attempts,
             stall_timeout=args.stall_timeout,
             max_in_flight=groups_in_engine(args),
-            max_rejected_in_a_row=args.max_rejected_groups_in_a_row,
+            max_rejected_in_a_row=args.max_rejected_groups_in_a_row or 10 * groups_per_batch(args),
             score_threads=max(1, args.reward_workers),
             score_timeout=None if isinstance(self._scorer, RewardWorkers) else args.reward_timeout,
             interrupt_score=self._scorer.close if isinstance(self._scorer, RewardWorkers) else None,
@@ -306,7 +306,7 @@ def take_clock(trainer) -> TakeClock:
     args = trainer.args
     streams = isinstance(trainer.train_dataset, IterableDataset)
     return TakeClock(
-        micro_steps_per_take=args.steps_per_generation * trainer.num_iterations,
+        micro_steps_per_take=args.micro_steps_per_take,
         accumulation=args.gradient_accumulation_steps,
         micro_steps_per_epoch=None if streams else len(trainer.callback_handler.train_dataloader),
         first_version=0,
@@ -321,8 +321,9 @@ def engine_slots(args: A3POConfig) -> int:
 
 def groups_in_engine(args: A3POConfig) -> int | None:
     """Groups handed to the engine at a time: what fills its slots and two more to refill them at once. The others are
-    submitted later, under newer weights, and leave a straggler room to be overtaken."""
-    if args.engine != "transformers" or args.lag is not None:
+    submitted later, under newer weights, and leave a straggler room to be overtaken. All of them where there are no
+    newer weights to wait for."""
+    if args.engine != "transformers" or args.lag is not None or args.schedule == "periodic":
         return None
     return -(-engine_slots(args) // args.num_generations) + 2
 

@@ -2,7 +2,8 @@
 
 Thin hooks around `super()`, in the order a batch meets them:
 
-- `_prepare_inputs`: at the first micro-step of a generation batch, publish the weights, then take the batch;
+- `_prepare_inputs`: at the first micro-step of a generation batch, publish the weights, then take the batch, or, with
+  `schedule="periodic"`, at each micro-step, take its groups;
 - `_generate_single_turn` and `_calculate_rewards`: hand TRL the completions and rewards that are already there;
 - `_generate_and_score_completions`: add each token's version and staleness to TRL's batch;
 - `_get_per_token_logps_and_entropies` inside `_compute_loss`: from TRL's only forward pass, give TRL's loss the
@@ -36,19 +37,22 @@ from trl_a3po.checks import (
     check_completions,
     check_dataset,
     check_on_group,
+    check_periodic,
     check_policy,
     check_processing_class,
     check_reward_functions,
     check_sharding,
     check_some_reward,
     groups_per_batch,
+    has_reward,
 )
-from trl_a3po.config import A3POConfig
+from trl_a3po.config import STEP_NORMALIZED_LOSS_TYPES, A3POConfig
 from trl_a3po.distributed.dealing import Row, dealt_rows, share_of
 from trl_a3po.distributed.team import Team
 from trl_a3po.distributed.watch import Watch
 from trl_a3po.forward.training import TrainingForward
 from trl_a3po.objectives import token_staleness
+from trl_a3po.period import StepNormalizer
 from trl_a3po.publish.collect import base_model
 from trl_a3po.report.engine_gap import EngineGap
 from trl_a3po.report.model_card import complete_model_card
@@ -129,6 +133,8 @@ class A3POTrainer(GRPOTrainer):
         check_on_group(on_group)
         super().__init__(model, reward_funcs, args, **others)
         check_sharding(self.is_fsdp_enabled)
+        aux_loss = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
+        check_periodic(args, deepspeed=self.is_deepspeed_enabled, aux_loss=aux_loss)
         check_processing_class(self.processing_class)
         check_dataset(args, self.train_dataset, self.processing_class)
         check_columns("eval_dataset", self.eval_dataset)
@@ -141,6 +147,10 @@ class A3POTrainer(GRPOTrainer):
         self._running = False
         self._session: Session | None = None  # of the main process
         self._last_take: tuple[float, float] | None = None
+        self._waited = 0.0
+        self._scored = False  # a group of the generation batch being taken has a reward
+        normalizes = args.schedule == "periodic" and args.loss_type in STEP_NORMALIZED_LOSS_TYPES
+        self._normalizer = StepNormalizer(args.steps_per_generation) if normalizes else None
         self._resumed: RunState | None = None
         self._holds_push = False
         self._taken: list[Row] | None = None
@@ -188,7 +198,7 @@ class A3POTrainer(GRPOTrainer):
 
     def close(self) -> None:
         """Stop generating and free the engine. Called at the end of `train`; idempotent."""
-        self._running, self._taken, self._resumed, self._last_take = False, None, None, None
+        self._running, self._taken, self._resumed, self._last_take, self._waited = False, None, None, None, 0.0
         if self._session is not None:
             self._session.close()  # again at the next call, if this one is interrupted
             self._session = None
@@ -249,16 +259,36 @@ class A3POTrainer(GRPOTrainer):
             if not self._running:
                 with self._timed("a3po/time/engine_start"):
                     self._start_session()
-            if self._starts_generation_batch():
+            if self._takes_now():
                 generation_batch = self._take()
         elif self._running:
             self._sample_evaluation(generation_batch)
-        starts = self.model.training and self._starts_generation_batch()
+        if self.model.training and self.args.schedule == "periodic":
+            return self._prepare_micro_step(generation_batch)
+        takes = self.model.training and self._takes_now()
         inputs = super()._prepare_inputs(generation_batch)
-        if not starts:
+        if not takes:
             return inputs
         self._buffered_inputs = self._training_forward.arranged(self._buffered_inputs)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _prepare_micro_step(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """The micro-batch of `rows` alone: all of TRL's preparation, the reference forward included, happens for the
+        groups that are there, while others are still being sampled."""
+        steps, self.args.steps_per_generation = self.args.steps_per_generation, 1
+        try:
+            inputs = super()._prepare_inputs(rows)
+        finally:
+            self.args.steps_per_generation = steps
+        if self._normalizer is None:
+            return inputs
+        tokens = self._normalizer.guess(self._step % steps, inputs["num_items_in_batch"])
+        return {**inputs, "num_items_in_batch": tokens}
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        number = self._step % self.args.steps_per_generation
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        return loss if self._normalizer is None else self._normalizer.correct(number, loss, model.parameters())
 
     def _start_session(self) -> None:
         policy = trained_policy(self)
@@ -269,24 +299,30 @@ class A3POTrainer(GRPOTrainer):
         self._running = True
         self._team.lead(start)
 
-    def _starts_generation_batch(self) -> bool:
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        return self._step % generate_every == 0 or self._buffered_inputs is None
+    def _takes_now(self) -> bool:
+        return self._step % self.args.micro_steps_per_take == 0 or self._buffered_inputs is None
+
+    @property
+    def _take_number(self) -> int:
+        """Which take of its generation batch the present one is, from 0."""
+        return self._step // self.args.micro_steps_per_take % self.args.takes_per_generation
 
     def _take(self) -> list[dict[str, Any]]:
-        """Publish, then take a batch: this process's rows, one per rollout, stand in for the dataloader's."""
+        """Publish, then take: this process's rows, one per rollout, stand in for the dataloader's."""
         version = self.state.global_step
-        with self._timed("a3po/time/publish"):
-            self._team.lead(lambda: self._session.publish_if_due(version))
-        with self._timed("a3po/time/wait"):
-            groups = self._team.lead(lambda: self._trainable(self._checked(self._session.queue.take(version))))
+        if self._take_number == 0:
+            with self._timed("a3po/time/publish"):
+                self._team.lead(lambda: self._session.publish_if_due(version))
+        began = time.perf_counter()
+        groups = self._team.lead(lambda: self._trainable(self._checked(self._session.queue.take(version))))
+        self._log_seconds("a3po/time/wait", time.perf_counter() - began)
         if self._team.is_main:
-            self._log_take(groups)
-            self._last_take = time.perf_counter(), self._session.queue.status().blocked_seconds
+            self._log_take(groups, time.perf_counter() - began)
         hidden_size = self.model.config.get_text_config().hidden_size
         rows = dealt_rows(groups, self._team.size, hidden_size)
         self._taken = share_of(rows, self._team.rank, self._team.size)
-        self._row_weights = {}
+        if self._take_number == 0:
+            self._row_weights = {}
         return [dict(group.prompt.example) for group, _ in self._taken]
 
     def _sample_evaluation(self, rows: list[dict[str, Any]]) -> None:
@@ -307,8 +343,10 @@ class A3POTrainer(GRPOTrainer):
         return groups
 
     def _trainable(self, groups: list[Group]) -> list[Group]:
-        if all(reward_functions(self)):  # a reward model scores later
-            check_some_reward(groups, self.reward_func_names)
+        self._scored = has_reward(groups) or (self._scored and self._take_number > 0)
+        last = self._take_number + 1 == self.args.takes_per_generation
+        if last and all(reward_functions(self)):  # a reward model scores later
+            check_some_reward(self._scored, self.reward_func_names)
         return groups
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
@@ -349,7 +387,7 @@ class A3POTrainer(GRPOTrainer):
             versions[row, : len(rollout.versions)] = torch.tensor(rollout.versions, dtype=torch.int32)
         self._taken = None
         if self.log_completions and self.model.training:
-            first = self._team.rank * len(versions)
+            first = (self._take_number * self._team.size + self._team.rank) * len(versions)
             batch["log_row"] = torch.arange(first, first + len(versions), device=batch["completion_ids"].device)
         batch["behavior_versions"] = versions.to(batch["completion_ids"].device)
         batch["staleness"] = token_staleness(batch["behavior_versions"], self.state.global_step)
@@ -451,14 +489,24 @@ class A3POTrainer(GRPOTrainer):
         yield
         self._metrics["train"][name].append(time.perf_counter() - started)
 
-    def _log_take(self, groups: list[Group]) -> None:
+    def _log_seconds(self, name: str, seconds: float) -> None:
+        """Of all takes of a generation batch together."""
+        if self._take_number == 0:
+            self._metrics["train"][name].append(0.0)
+        self._metrics["train"][name][-1] += seconds
+
+    def _log_take(self, groups: list[Group], waited: float) -> None:
         metrics = self._metrics["train"]
         status, engine = self._session.queue.status(), self._session.engine.stats()
-        if self._last_take is not None:
-            taken_at, blocked_before = self._last_take
-            metrics["a3po/time/idle_share"].append(metrics["a3po/time/wait"][-1] / (time.perf_counter() - taken_at))
-            metrics["a3po/time/blocked"].append(status.blocked_seconds - blocked_before)
-        metrics["a3po/time/reward"].append(sum(group.score.seconds for group in groups))
+        self._waited += waited
+        if self._take_number == 0:
+            now = time.perf_counter()
+            if self._last_take is not None:
+                taken_at, blocked_before = self._last_take
+                metrics["a3po/time/idle_share"].append(self._waited / (now - taken_at))
+                metrics["a3po/time/blocked"].append(status.blocked_seconds - blocked_before)
+            self._last_take, self._waited = (now, status.blocked_seconds), 0.0
+        self._log_seconds("a3po/time/reward", sum(group.score.seconds for group in groups))
         metrics["a3po/queue/ready"].append(float(status.ready))
         metrics["a3po/queue/outstanding"].append(float(status.outstanding))
         metrics["a3po/engine/tokens_per_second"].append(engine.tokens / max(engine.busy_seconds, 1e-9))

@@ -30,9 +30,11 @@ def config_plan(args: A3POConfig) -> str:
         "optimizer steps a batch": f"K = {steps}"
         + (f" ({args.num_iterations} iterations)" if args.num_iterations > 1 else ""),
         "schedule": f"{args.schedule}, {'at most' if args.lag is None else 'exactly'} {bound} optimizer steps stale",
-        "generated ahead": f"up to {ahead} batches ({ahead * groups} prompts) besides the one in training",
+        "generated ahead": f"up to {ahead} batches ({ahead * groups} prompts) besides the one in training"
+        if args.schedule != "periodic"
+        else f"nothing; a batch is trained {groups // args.takes_per_generation} finished prompts at a time",
         "weights published": "at the start of every batch"
-        if args.lag is not None
+        if args.lag is not None or args.schedule == "periodic"
         else f"when {args.weight_sync_steps} optimizer steps old, at the start of a batch",
         "objective": f"{args.objective}, {_objective_detail(args)}, loss_type {args.loss_type}",
         "engine": f"{engine}, {args.engine_slots or 'automatic'} slots, kv_on_publish {args.kv_on_publish}"

@@ -75,14 +75,16 @@ def starves(weight_sync_steps: int, steps_per_batch: int, max_staleness: int) ->
 
 
 def staleness_of_schedule(schedule: str, max_staleness: int) -> int:
-    """The queue's `max_staleness` under a schedule: "sync" is the same queue with none to spend.
+    """The queue's `max_staleness` under a schedule: "sync" and "periodic" are the same queue with none to spend.
 
     Raises:
-        ValueError: the schedule is none of "async", "sync" and "fixed_lag".
+        ValueError: the schedule is none of "async", "sync", "periodic" and "fixed_lag".
     """
     match schedule:
         case "async" | "fixed_lag":
             return max_staleness
-        case "sync":
+        case "sync" | "periodic":
             return 0
-    raise ValueError(f'schedule is "{schedule}", but the queue knows "async", "sync" and "fixed_lag": choose one.')
+    raise ValueError(
+        f'schedule is "{schedule}", but the queue knows "async", "sync", "periodic" and "fixed_lag": choose one.'
+    )

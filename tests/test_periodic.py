@@ -1,0 +1,305 @@
+"""`schedule="periodic"` (Periodic Asynchrony, arXiv 2511.18871): trained in the order in which groups are finished,
+while others are still sampled, and equal to the synchronous step."""
+
+import random
+import threading
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainerCallback
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from trl import GRPOTrainer
+
+from tests.runs import COMPLETE, GENERATIONS, assert_same_gradients, build, complete_or_stop, logged, train_recorded
+from tests.tiny import VOCAB, WORDS, save_tiny_model
+from trl_a3po import A3POTrainer
+from trl_a3po.engines.protocol import GroupFailed
+from trl_a3po.errors import RewardError
+from trl_a3po.rollout.endings import GenerationFailed
+from trl_a3po.rollout.outcomes import Rejection
+from trl_a3po.testing import StubEngine
+
+GROUPS, MICRO_STEPS = 6, 3  # a period: three micro-steps of two groups each
+
+
+class ShufflingEngine(StubEngine):
+    """Hands finished groups out in a random order, one at a time."""
+
+    def __init__(self, seed: int, complete=COMPLETE):
+        super().__init__(complete)
+        self._order = random.Random(seed)
+
+    def wait(self, timeout):
+        with self._lock:
+            if not self._events:
+                return super().wait(timeout)
+            return [self._events.pop(self._order.randrange(len(self._events)))]
+
+
+class HoldingEngine(StubEngine):
+    """Keeps the last group of the first period until `release` is set."""
+
+    def __init__(self):
+        super().__init__(COMPLETE)
+        self.release = threading.Event()
+
+    def wait(self, timeout):
+        held = GROUPS - 1
+        with self._lock:
+            if not self.release.is_set():
+                kept = [event for event in self._events if event.request_id == held]
+                self._events = [event for event in self._events if event.request_id != held]
+                events = super().wait(timeout)
+                self._events += kept
+                return events
+        return super().wait(timeout)
+
+
+class TakesRecorder(A3POTrainer):
+    """The prompts of every micro-step."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.taken: list[list[int]] = []
+
+    def _take(self):
+        rows = super()._take()
+        self.taken.append(sorted({group.prompt.index for group, _ in self._taken}))
+        return rows
+
+
+def prompts_of_one_length(rows: int = 32) -> Dataset:
+    prompts = [f"{WORDS[i]} {WORDS[(5 * i + 1) % len(WORDS)]} {WORDS[(3 * i + 2) % len(WORDS)]}" for i in range(rows)]
+    return Dataset.from_dict({"prompt": prompts, "target": list(range(rows))})
+
+
+def exact_reward(completion_ids, target, **kwargs):
+    """In eighths: TRL's float32 statistics of a group are then the same in whatever tensor it lies."""
+    return [(sum(ids) + t) % 8 / 8 for ids, t in zip(completion_ids, target, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def float64_throughout(monkeypatch):
+    """The model's norm and TRL's head compute in float32 otherwise, and another order then moves gradients by 1e-9."""
+
+    def norm(self, hidden):
+        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def logps(self, model, input_ids, attention_mask, logits_to_keep, *args, compute_entropy=False, **kwargs):
+        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+        logps = (logits / self.temperature).log_softmax(-1)
+        chosen = logps.gather(2, input_ids[:, -logits_to_keep:, None])[..., 0]
+        return chosen, -(logps.exp() * logps).sum(-1).detach() if compute_entropy else None, None
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", logps)
+
+
+def trained(model_path, folder, schedule="periodic", lora=False, trainer_class=TakesRecorder, **settings):
+    """`(trainer, gradients of each step before clipping's threshold is left)` of a float64 run."""
+    trainer = build(
+        model_path,
+        folder,
+        trainer_class,
+        **{
+            "reward_funcs": exact_reward,
+            "schedule": schedule,
+            "per_device_train_batch_size": GROUPS // MICRO_STEPS * GENERATIONS,
+            "gradient_accumulation_steps": MICRO_STEPS,
+            "max_steps": 2,
+            "model_init_kwargs": {"dtype": torch.float64},
+            "packed_forward": "off",
+            "max_grad_norm": 0.05,  # always clipped
+            "peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
+            **settings,
+        },
+    )
+    for parameter in trainer.model.parameters():
+        parameter.data = parameter.data.double()
+    return trainer, train_recorded(trainer)
+
+
+def assert_equals_sync(model_path, folder, tolerance, seeds=(1, 2), complete=COMPLETE, **settings):
+    sync, expected = trained(model_path, folder / "sync", "sync", engine=StubEngine(complete), **settings)
+    assert max(gradient.abs().max() for gradient in expected[0].values()) > 1e-4
+    orders = set()
+    for seed in seeds:
+        engine = ShufflingEngine(seed, complete)
+        mine, found = trained(model_path, folder / str(seed), engine=engine, **settings)
+        assert_same_gradients(found, expected, rtol=0, atol=tolerance)
+        for name in ("grad_norm", "loss", "reward"):
+            assert logged(mine, name) == pytest.approx(logged(sync, name), rel=1e-5, abs=1e-7), name
+        for ours, theirs in zip(mine.model.parameters(), sync.model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+        assert [len(indices) for indices in mine.taken] == [GROUPS // MICRO_STEPS] * MICRO_STEPS * 2
+        assert sorted(sum(mine.taken, [])) == sorted(sum(sync.taken, [])) == list(range(2 * GROUPS))
+        orders.add(str(mine.taken))
+    return orders
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "luspo"])
+def test_any_order_of_arrival_gives_the_gradients_of_sync(model_path, tmp_path, loss_type):
+    data = prompts_of_one_length()
+    assert_equals_sync(model_path, tmp_path, 1e-10, loss_type=loss_type, train_dataset=data)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_the_kl_term_is_that_of_sync(model_path, tmp_path, lora):
+    assert_equals_sync(model_path, tmp_path, 1e-10, (1,), lora=lora, beta=0.1, train_dataset=prompts_of_one_length())
+
+
+def test_prompts_of_many_lengths_give_the_gradients_of_sync(model_path, tmp_path):
+    assert_equals_sync(model_path, tmp_path, 1e-6)
+
+
+def test_truncated_completions_that_do_not_count_give_the_gradients_of_sync(model_path, tmp_path):
+    settings = {"mask_truncated_completions": True, "train_dataset": prompts_of_one_length()}
+    assert_equals_sync(model_path, tmp_path, 1e-10, (1,), complete_or_stop, **settings)
+
+
+class HeldUntilTraining(TrainerCallback):
+    """Lets the last group go when a micro-step's backward is done, and notes which groups were trained until then."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.engine.release.set()
+
+
+def test_training_begins_before_the_last_group_is_finished_and_waits_for_it(model_path, tmp_path):
+    engine = HoldingEngine()
+    settings = {"stall_timeout": 20, "callbacks": [HeldUntilTraining(engine)], "max_steps": 1}
+    trainer, gradients = trained(model_path, tmp_path, engine=engine, **settings)
+    assert engine.release.is_set()
+    assert sorted(sum(trainer.taken, [])) == list(range(GROUPS)) and GROUPS - 1 in trainer.taken[-1]
+    assert len(gradients) == 1
+
+
+def test_the_whole_period_is_dispatched_at_its_publish_and_nothing_of_the_next(model_path, tmp_path):
+    engine = ShufflingEngine(0)
+    seen = []
+
+    class Dispatched(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            seen.append(([request.noise_key for request in engine.requests], engine.published))
+
+    trained(model_path, tmp_path, engine=engine, callbacks=[Dispatched()])
+    first, second = (list(range(n * GROUPS)) for n in (1, 2))
+    assert [keys for keys, _ in seen] == [first, first, second, second]
+    assert seen[-1][1] == [0, 1]
+
+
+class FailingEngine(StubEngine):
+    """Never samples the period's fourth prompt."""
+
+    def submit(self, requests):
+        super().submit([request for request in requests if request.noise_key != 3])
+        lost = [request.request_id for request in requests if request.noise_key == 3]
+        with self._lock:
+            self._events += [GroupFailed(request_id, "no memory") for request_id in lost]
+
+
+def test_a_failed_rollout_raises_and_takes_no_step(model_path, tmp_path):
+    with pytest.raises(GenerationFailed, match="Prompt 3 failed 3 times"):
+        trained(model_path, tmp_path, engine=FailingEngine(COMPLETE))
+
+
+def test_a_rejected_group_is_replaced_as_under_sync(model_path, tmp_path):
+    def reject(group):
+        return Rejection("not this one", "accept it") if group.prompt.index == 2 else None
+
+    settings = {"on_group": reject, "train_dataset": prompts_of_one_length(), "max_steps": 1}
+    sync, expected = trained(model_path, tmp_path / "sync", "sync", engine=StubEngine(COMPLETE), **settings)
+    mine, found = trained(model_path, tmp_path / "mine", engine=ShufflingEngine(3), **settings)
+    assert sorted(sum(mine.taken, [])) == sorted(sum(sync.taken, [])) == [0, 1, 3, 4, 5, 6]
+    assert_same_gradients(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("method, passes", [("loglinear", 2), ("recompute", 3)])
+def test_every_micro_batch_has_its_policy_old_and_reference_pass_as_it_arrives(
+    model_path, tmp_path, lora, method, passes
+):
+    """The engine's log-probs save the old policy's; under LoRA the reference is the policy without its adapter."""
+    calls = []
+
+    class Counting(TakesRecorder):
+        def _take(self):
+            calls.append("take")
+            return super()._take()
+
+        def _get_per_token_logps_and_entropies(self, model, input_ids, *args, **kwargs):
+            grads = torch.is_grad_enabled()
+            calls.append((grads, model is self.ref_model, len(input_ids)))
+            if lora and not grads:
+                self.adapters_off = [*getattr(self, "adapters_off", []), disables_adapters(self.model)]
+            return super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
+
+    settings = {"beta": 0.1, "proximal_method": method, "max_steps": 1}
+    mine, _ = trained(model_path, tmp_path, lora=lora, trainer_class=Counting, engine=ShufflingEngine(0), **settings)
+    rows = GROUPS // MICRO_STEPS * GENERATIONS
+    old = [(False, False, rows)] if method == "recompute" else []
+    micro_step = ["take", *old, (False, not lora, rows), (True, False, rows)]
+    assert calls == MICRO_STEPS * micro_step and len(micro_step) == 1 + passes
+    if lora:
+        assert mine.ref_model is None
+        assert mine.adapters_off == MICRO_STEPS * ([False] * len(old) + [True])
+
+
+def disables_adapters(model) -> bool:
+    return any(module.disable_adapters for module in model.modules() if hasattr(module, "disable_adapters"))
+
+
+def test_rewards_are_asked_of_the_period_not_of_a_micro_step(model_path, tmp_path):
+    """A reward function that passes over some prompts may leave a micro-step without a reward, but not a period."""
+
+    def some(completion_ids, target, **kwargs):
+        return [0.5 if t > 1 else None for t in target]
+
+    def none(completion_ids, **kwargs):
+        return [None] * len(completion_ids)
+
+    settings = {"max_steps": 1, "shuffle_dataset": False, "train_dataset": prompts_of_one_length()}
+    trained(model_path, tmp_path, engine=StubEngine(COMPLETE), reward_funcs=some, **settings)
+    with pytest.raises(RewardError, match="No completion of a generation batch got a reward"):
+        trained(model_path, tmp_path, engine=StubEngine(COMPLETE), reward_funcs=none, **settings)
+
+
+def test_the_completions_table_holds_the_period_with_its_weights(model_path, tmp_path):
+    settings = {"log_completions": True, "max_steps": 1}
+    mine, _ = trained(model_path, tmp_path, engine=ShufflingEngine(1), **settings)
+    assert len(mine._logs["prompt"]) == GROUPS * GENERATIONS
+    assert list(mine._logs["extra"]["w"]) == pytest.approx([1.0] * GROUPS * GENERATIONS, abs=1e-4)
+
+
+def test_seconds_are_those_of_a_period(model_path, tmp_path):
+    mine, _ = trained(model_path, tmp_path, engine=ShufflingEngine(1), logging_steps=2)
+    counts = {name: len(values) for name, values in mine._metrics["train"].items()}
+    assert not any(counts.values())  # logged
+    lengths = {}
+
+    class Kept(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            lengths.update({name: len(values) for name, values in other._metrics["train"].items()})
+
+    from_two_steps = {"a3po/time/wait": 2, "a3po/time/publish": 2, "a3po/time/reward": 2, "a3po/time/idle_share": 1}
+    other = build(
+        model_path,
+        tmp_path,
+        schedule="periodic",
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=3,
+        max_steps=2,
+        logging_steps=5,
+        callbacks=[Kept()],
+    )
+    other.train()
+    assert {name: lengths[name] for name in from_two_steps} == from_two_steps
