@@ -1,20 +1,24 @@
 """`schedule="periodic"` (Periodic Asynchrony, arXiv 2511.18871): trained in the order in which groups are finished,
 while others are still sampled, and equal to the synchronous step."""
 
+import itertools
 import random
 import threading
+import time
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerCallback
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trl import GRPOTrainer
 
 from tests.runs import COMPLETE, GENERATIONS, assert_same_gradients, build, complete_or_stop, logged, train_recorded
-from tests.tiny import VOCAB, WORDS, save_tiny_model
-from trl_a3po import A3POTrainer
+from tests.tiny import WORDS, save_tiny_model
+from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.checks import check_periodic, groups_per_take
 from trl_a3po.engines.protocol import GroupFailed
 from trl_a3po.errors import RewardError
 from trl_a3po.rollout.endings import GenerationFailed
@@ -25,17 +29,20 @@ GROUPS, MICRO_STEPS = 6, 3  # a period: three micro-steps of two groups each
 
 
 class ShufflingEngine(StubEngine):
-    """Hands finished groups out in a random order, one at a time."""
+    """Finishes groups in a random order, and no more of them than takes have asked for."""
 
     def __init__(self, seed: int, complete=COMPLETE):
         super().__init__(complete)
         self._order = random.Random(seed)
+        self.asked_for = 0
 
     def wait(self, timeout):
         with self._lock:
-            if not self._events:
-                return super().wait(timeout)
-            return [self._events.pop(self._order.randrange(len(self._events)))]
+            if self._events and self.asked_for:
+                self.asked_for -= 1
+                return [self._events.pop(self._order.randrange(len(self._events)))]
+        time.sleep(min(timeout, 0.001))
+        return []
 
 
 class HoldingEngine(StubEngine):
@@ -65,6 +72,8 @@ class TakesRecorder(A3POTrainer):
         self.taken: list[list[int]] = []
 
     def _take(self):
+        if isinstance(self.args.engine, ShufflingEngine):
+            self.args.engine.asked_for += groups_per_take(self.args)
         rows = super()._take()
         self.taken.append(sorted({group.prompt.index for group, _ in self._taken}))
         return rows
@@ -103,7 +112,7 @@ def float64_throughout(monkeypatch):
 
 
 def trained(model_path, folder, schedule="periodic", lora=False, trainer_class=TakesRecorder, **settings):
-    """`(trainer, gradients of each step before clipping's threshold is left)` of a float64 run."""
+    """`(trainer, clipped gradients of each step)` of a float64 run."""
     trainer = build(
         model_path,
         folder,
@@ -126,7 +135,11 @@ def trained(model_path, folder, schedule="periodic", lora=False, trainer_class=T
     return trainer, train_recorded(trainer)
 
 
-def assert_equals_sync(model_path, folder, tolerance, seeds=(1, 2), complete=COMPLETE, **settings):
+def trained_prompts(trainer) -> list[int]:
+    return sorted(itertools.chain(*trainer.taken))
+
+
+def assert_equals_sync(model_path, folder, tolerance, seeds=(1,), complete=COMPLETE, **settings):
     sync, expected = trained(model_path, folder / "sync", "sync", engine=StubEngine(complete), **settings)
     assert max(gradient.abs().max() for gradient in expected[0].values()) > 1e-4
     orders = set()
@@ -139,20 +152,25 @@ def assert_equals_sync(model_path, folder, tolerance, seeds=(1, 2), complete=COM
         for ours, theirs in zip(mine.model.parameters(), sync.model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
         assert [len(indices) for indices in mine.taken] == [GROUPS // MICRO_STEPS] * MICRO_STEPS * 2
-        assert sorted(sum(mine.taken, [])) == sorted(sum(sync.taken, [])) == list(range(2 * GROUPS))
+        assert trained_prompts(mine) == trained_prompts(sync) == list(range(2 * GROUPS))
         orders.add(str(mine.taken))
     return orders
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "luspo"])
-def test_any_order_of_arrival_gives_the_gradients_of_sync(model_path, tmp_path, loss_type):
+def test_any_order_of_arrival_gives_the_gradients_of_sync(model_path, tmp_path):
+    orders = assert_equals_sync(model_path, tmp_path, 1e-10, (1, 2, 3), train_dataset=prompts_of_one_length())
+    assert len(orders) > 1
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "luspo"])
+def test_other_loss_types_give_the_gradients_of_sync(model_path, tmp_path, loss_type):
     data = prompts_of_one_length()
     assert_equals_sync(model_path, tmp_path, 1e-10, loss_type=loss_type, train_dataset=data)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_the_kl_term_is_that_of_sync(model_path, tmp_path, lora):
-    assert_equals_sync(model_path, tmp_path, 1e-10, (1,), lora=lora, beta=0.1, train_dataset=prompts_of_one_length())
+    assert_equals_sync(model_path, tmp_path, 1e-10, lora=lora, beta=0.1, train_dataset=prompts_of_one_length())
 
 
 def test_prompts_of_many_lengths_give_the_gradients_of_sync(model_path, tmp_path):
@@ -161,7 +179,7 @@ def test_prompts_of_many_lengths_give_the_gradients_of_sync(model_path, tmp_path
 
 def test_truncated_completions_that_do_not_count_give_the_gradients_of_sync(model_path, tmp_path):
     settings = {"mask_truncated_completions": True, "train_dataset": prompts_of_one_length()}
-    assert_equals_sync(model_path, tmp_path, 1e-10, (1,), complete_or_stop, **settings)
+    assert_equals_sync(model_path, tmp_path, 1e-10, complete=complete_or_stop, **settings)
 
 
 class HeldUntilTraining(TrainerCallback):
@@ -179,7 +197,7 @@ def test_training_begins_before_the_last_group_is_finished_and_waits_for_it(mode
     settings = {"stall_timeout": 20, "callbacks": [HeldUntilTraining(engine)], "max_steps": 1}
     trainer, gradients = trained(model_path, tmp_path, engine=engine, **settings)
     assert engine.release.is_set()
-    assert sorted(sum(trainer.taken, [])) == list(range(GROUPS)) and GROUPS - 1 in trainer.taken[-1]
+    assert trained_prompts(trainer) == list(range(GROUPS)) and GROUPS - 1 in trainer.taken[-1]
     assert len(gradients) == 1
 
 
@@ -191,6 +209,7 @@ def test_the_whole_period_is_dispatched_at_its_publish_and_nothing_of_the_next(m
         def on_substep_end(self, args, state, control, **kwargs):
             seen.append(([request.noise_key for request in engine.requests], engine.published))
 
+    engine.asked_for = 2 * GROUPS
     trained(model_path, tmp_path, engine=engine, callbacks=[Dispatched()])
     first, second = (list(range(n * GROUPS)) for n in (1, 2))
     assert [keys for keys, _ in seen] == [first, first, second, second]
@@ -218,8 +237,10 @@ def test_a_rejected_group_is_replaced_as_under_sync(model_path, tmp_path):
 
     settings = {"on_group": reject, "train_dataset": prompts_of_one_length(), "max_steps": 1}
     sync, expected = trained(model_path, tmp_path / "sync", "sync", engine=StubEngine(COMPLETE), **settings)
-    mine, found = trained(model_path, tmp_path / "mine", engine=ShufflingEngine(3), **settings)
-    assert sorted(sum(mine.taken, [])) == sorted(sum(sync.taken, [])) == [0, 1, 3, 4, 5, 6]
+    engine = ShufflingEngine(3)
+    engine.asked_for = 1  # in its place
+    mine, found = trained(model_path, tmp_path / "mine", engine=engine, **settings)
+    assert trained_prompts(mine) == trained_prompts(sync) == [0, 1, 3, 4, 5, 6]
     assert_same_gradients(found, expected, rtol=0, atol=1e-10)
 
 
@@ -255,7 +276,7 @@ def test_every_micro_batch_has_its_policy_old_and_reference_pass_as_it_arrives(
 
 
 def disables_adapters(model) -> bool:
-    return any(module.disable_adapters for module in model.modules() if hasattr(module, "disable_adapters"))
+    return all(module.disable_adapters for module in model.modules() if isinstance(module, BaseTunerLayer))
 
 
 def test_rewards_are_asked_of_the_period_not_of_a_micro_step(model_path, tmp_path):
@@ -281,9 +302,6 @@ def test_the_completions_table_holds_the_period_with_its_weights(model_path, tmp
 
 
 def test_seconds_are_those_of_a_period(model_path, tmp_path):
-    mine, _ = trained(model_path, tmp_path, engine=ShufflingEngine(1), logging_steps=2)
-    counts = {name: len(values) for name, values in mine._metrics["train"].items()}
-    assert not any(counts.values())  # logged
     lengths = {}
 
     class Kept(TrainerCallback):
@@ -291,15 +309,52 @@ def test_seconds_are_those_of_a_period(model_path, tmp_path):
             lengths.update({name: len(values) for name, values in other._metrics["train"].items()})
 
     from_two_steps = {"a3po/time/wait": 2, "a3po/time/publish": 2, "a3po/time/reward": 2, "a3po/time/idle_share": 1}
-    other = build(
-        model_path,
-        tmp_path,
-        schedule="periodic",
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=3,
-        max_steps=2,
-        logging_steps=5,
-        callbacks=[Kept()],
-    )
+    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 3, "max_steps": 2}
+    other = build(model_path, tmp_path, schedule="periodic", logging_steps=5, callbacks=[Kept()], **settings)
     other.train()
     assert {name: lengths[name] for name in from_two_steps} == from_two_steps
+
+
+REFUSED = [
+    ({"num_iterations": 2}, "set num_iterations=1"),
+    ({"steps_per_generation": 6}, "set steps_per_generation=3"),
+    ({"steps_per_generation": 1}, "set steps_per_generation=3"),
+    ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, "set per_device_train_batch_size"),
+    ({"weight_sync_steps": 2}, "set weight_sync_steps=1"),
+    ({"loss_type": "bnpo"}, "set loss_type='dapo'"),
+    ({"scale_rewards": "batch"}, "set scale_rewards='group'"),
+    ({"multi_objective_aggregation": "normalize_then_sum"}, "set multi_objective_aggregation='sum_then_normalize'"),
+    ({"top_entropy_quantile": 0.5}, "set top_entropy_quantile=1.0"),
+    ({"entropy_coef": 0.01}, "set entropy_coef=0.0"),
+    ({"use_adaptive_entropy": True}, "set use_adaptive_entropy=False"),
+]
+
+
+def periodic_config(**settings) -> A3POConfig:
+    base = {"output_dir": "unused", "schedule": "periodic", "use_cpu": True, "report_to": "none", "num_generations": 4}
+    return A3POConfig(**{**base, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 3, **settings})
+
+
+@pytest.mark.parametrize("settings, instead", REFUSED, ids=[str(settings) for settings, _ in REFUSED])
+def test_what_would_not_be_the_synchronous_step_is_refused(settings, instead):
+    with pytest.raises(ValueError, match=r"^schedule='periodic' [^\n]*") as error:
+        periodic_config(**settings)
+    assert instead in str(error.value) and str(error.value).endswith(".")
+
+
+def test_deepspeed_is_refused_for_the_losses_that_need_a_scaling_of_the_gradients():
+    with pytest.raises(ValueError, match=r"loss_type='dapo'.*DeepSpeed.*set loss_type='dr_grpo' or 'grpo'"):
+        check_periodic(periodic_config(), deepspeed=True, aux_loss=0.0)
+    check_periodic(periodic_config(loss_type="grpo"), deepspeed=True, aux_loss=0.0)
+    check_periodic(periodic_config(gradient_accumulation_steps=1), deepspeed=True, aux_loss=0.0)
+
+
+def test_an_auxiliary_loss_of_the_micro_batch_is_refused():
+    with pytest.raises(ValueError, match=r"set router_aux_loss_coef=0\.0"):
+        check_periodic(periodic_config(), deepspeed=False, aux_loss=0.001)
+
+
+def test_the_plan_says_how_a_batch_is_trained():
+    plan = periodic_config().plan()
+    assert "6 prompts x 4 completions" in plan and "periodic, at most 0 optimizer steps stale" in plan
+    assert "a batch is trained 2 finished prompts at a time" in plan

@@ -425,6 +425,19 @@ def test_a_checkpoint_of_grpo_trainer_goes_on_at_the_right_row(build):
         build("resumed", max_steps=6, num_iterations=2).train(resume_from_checkpoint=str(saved(grpo, 3)))
 
 
+@pytest.mark.parametrize("before, after", [("sync", "periodic"), ("periodic", "sync"), ("periodic", "periodic")])
+def test_a_run_goes_on_between_two_periods(build, before, after):
+    settings = {"max_steps": 4, "optim": "sgd", "learning_rate": 0.1}
+    whole = build(schedule=before, **settings)
+    whole.train()
+    resumed = build("resumed", schedule=after, **settings)
+    resumed.train(resume_from_checkpoint=str(saved(whole, 2)))
+    first = [take for take in whole.takes if take[0] < 2]
+    assert sorted(indices(first) + indices(resumed.takes)) == sorted(indices(whole.takes)) == list(range(8))
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
 def test_a_checkpoint_copied_elsewhere_is_still_valid(build, tmp_path):
     whole = build(max_steps=3)
     whole.train()

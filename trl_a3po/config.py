@@ -424,7 +424,7 @@ class A3POConfig(GRPOConfig):
 
     @property
     def takes_per_generation(self) -> int:
-        """In how many takes a generation batch is handed out: one, or, with `schedule="periodic"`, one a micro-step."""
+        """Takes that hand out a generation batch: one, or, with `schedule="periodic"`, one in each micro-step."""
         return self.steps_per_generation if self.schedule == "periodic" else 1
 
     @property
@@ -720,9 +720,10 @@ class A3POConfig(GRPOConfig):
         rows = self.generation_batch_size // self.steps_per_generation
         if rows % self.num_generations:
             raise ValueError(
-                f"schedule='periodic' trains whole groups in each micro-step, but the {rows} completions of one "
-                f"(per_device_train_batch_size={self.per_device_train_batch_size} on all processes) are not a multiple "
-                f"of num_generations={self.num_generations}: set per_device_train_batch_size so that they are."
+                f"schedule='periodic' trains whole groups in each micro-step, but the {rows} completions that "
+                f"per_device_train_batch_size={self.per_device_train_batch_size} makes of it on all processes are not "
+                f"a multiple of num_generations={self.num_generations}: set per_device_train_batch_size so that they "
+                "are."
             )
 
     def _check_staleness(self):

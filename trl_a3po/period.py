@@ -1,4 +1,4 @@
-"""`StepNormalizer`: the loss types that divide by the tokens of a whole optimizer step, trained before these are known.
+"""`StepNormalizer`: for loss types that divide by the tokens of an optimizer step, before these are known.
 
 Guarantees: after the last micro-step of a period, gradients and logged loss are those of dividing every micro-batch's
 sum by the period's tokens from the beginning, whichever groups came first.
@@ -11,7 +11,8 @@ import torch
 
 class StepNormalizer:
     """Divides each micro-batch's loss by a guess of the period's tokens, and corrects for it once, by one factor on
-    the gradients: they are linear in it (Periodic Asynchrony, arXiv 2511.18871, trains while tokens are still sampled).
+    the gradients, which are linear in the loss. Periodic Asynchrony (arXiv 2511.18871) begins to train before the
+    last tokens of a period are sampled.
 
     Args:
         micro_steps: micro-steps of a period.

@@ -148,6 +148,7 @@ class A3POTrainer(GRPOTrainer):
         self._session: Session | None = None  # of the main process
         self._last_take: tuple[float, float] | None = None
         self._waited = 0.0
+        self._take_number = 0  # of its generation batch
         self._scored = False  # a group of the generation batch being taken has a reward
         normalizes = args.schedule == "periodic" and args.loss_type in STEP_NORMALIZED_LOSS_TYPES
         self._normalizer = StepNormalizer(args.steps_per_generation) if normalizes else None
@@ -302,14 +303,10 @@ class A3POTrainer(GRPOTrainer):
     def _takes_now(self) -> bool:
         return self._step % self.args.micro_steps_per_take == 0 or self._buffered_inputs is None
 
-    @property
-    def _take_number(self) -> int:
-        """Which take of its generation batch the present one is, from 0."""
-        return self._step // self.args.micro_steps_per_take % self.args.takes_per_generation
-
     def _take(self) -> list[dict[str, Any]]:
         """Publish, then take: this process's rows, one per rollout, stand in for the dataloader's."""
         version = self.state.global_step
+        self._take_number = self._step // self.args.micro_steps_per_take % self.args.takes_per_generation
         if self._take_number == 0:
             with self._timed("a3po/time/publish"):
                 self._team.lead(lambda: self._session.publish_if_due(version))
