@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+UNAVAILABLE = "is not available in this version"  # what a setting says that a recipe is ahead of
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 

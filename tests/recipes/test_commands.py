@@ -5,8 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.recipes.headers import RECIPES, ROOT, commands, launcher_value, train_arguments
-from trl_a3po.config import NOT_YET
+from tests.recipes.headers import RECIPES, ROOT, UNAVAILABLE, commands, launcher_value, train_arguments
 from trl_a3po.train import make_parser
 
 HEADERS = [(path.name, words) for path in RECIPES for words in commands(path.read_text())]
@@ -23,7 +22,7 @@ def parsed(words: list[str]):
     try:
         return make_parser().parse_args_and_config(["--config", str(ROOT / recipe), *options])
     except ValueError as error:
-        if "is not available in this version" in str(error) and NOT_YET:
+        if UNAVAILABLE in str(error):
             pytest.skip(str(error))
         raise
 
