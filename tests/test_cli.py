@@ -69,6 +69,17 @@ def test_a_recipe_with_functions_of_its_own_is_trained_and_the_command_line_wins
     assert len(steps) == 2 and steps[0]["rewards/even_tokens/mean"] > 0
 
 
+@pytest.mark.timeout(280)
+def test_a_run_goes_on_from_its_last_checkpoint(tmp_path):
+    save_smoke_model(tmp_path / "model")
+    (tmp_path / "own.py").write_text(OWN)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=tmp_path / "model", output=tmp_path / "out"))
+    run([str(recipe), "--max_steps", "2", "--save_strategy", "steps", "--save_steps", "2"])
+    trainer = run([str(recipe), "--max_steps", "3", "--resume_from_checkpoint", "true"])
+    assert [entry["step"] for entry in trainer.state.log_history if "reward" in entry] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

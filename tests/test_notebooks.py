@@ -35,7 +35,8 @@ def test_a_notebook_is_kept_with_its_outputs(path):
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     kinds = {kind for cell in cells for output in cell["outputs"] for kind in output.get("data", {})}
     assert "image/png" in kinds
-    assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -72,8 +72,8 @@ def save_smoke_model(folder: Path) -> None:
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     config = Qwen2Config(
-        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, bos_token_id=None, eos_token_id=1, pad_token_id=0,
         initializer_range=0.3,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -103,7 +103,8 @@ def train(
         eval_dataset=held_out,
         peft_config=get_peft_config(model_args),
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    resume = training_args.resume_from_checkpoint
+    trainer.train({"true": True, "false": None}.get(str(resume).lower(), resume))  # a command line has only words
     if not training_args.dry_run:
         trainer.save_model(training_args.output_dir)
         trainer.save_state()

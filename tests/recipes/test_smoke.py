@@ -23,7 +23,7 @@ def weights(folder):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_trains(path, tmp_path):
     if path.stem in NEEDS_A_SERVER:
-        pytest.skip("needs a vLLM server; its commands are parsed in test_commands.py")
+        pytest.skip("needs a vLLM: test_smoke_vllm.py, with -m vllm")
     try:
         trainer = run([str(path), "--smoke", "--output_dir", str(tmp_path)])
     except ValueError as error:
