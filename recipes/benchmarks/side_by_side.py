@@ -37,6 +37,7 @@ SHAPES = {
 ARMS = {
     "GRPOTrainer": None,
     "sync": {"schedule": "sync"},
+    "periodic": {"schedule": "periodic"},
     "async loglinear": {"proximal_method": "loglinear"},
     "async padded": {"packed_forward": "off"},  # loglinear too, trained as TRL trains
     "async reuse": {"proximal_method": "reuse"},

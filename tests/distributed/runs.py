@@ -33,6 +33,13 @@ RUNS = {
     "shared-prompt": {"packed_forward": "on", "shared_prompt": "on"},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
 }
+KL = {"lora": True, "loss_type": "grpo", "beta": 0.04}
+PERIODIC_RUNS = {
+    "sync": {"schedule": "sync"},
+    "periodic": {"schedule": "periodic"},
+    "sync-kl": {"schedule": "sync", **KL},
+    "periodic-kl": {"schedule": "periodic", **KL},
+}
 MODES = {
     "one": {"use_cpu": True},
     "ddp": {"use_cpu": True, "ddp_backend": "gloo"},
@@ -117,7 +124,7 @@ def build(folder: Path, mode: str, processes: int, *, lora: bool = False, **sett
 
 
 def run(name: str, folder: Path, mode: str, processes: int) -> None:
-    trainer = build(folder, mode, processes, **RUNS[name])
+    trainer = build(folder, mode, processes, **(RUNS | PERIODIC_RUNS)[name])
     engine = trainer.args.engine
     if mode == "zero3":
         engine.model = trainer.accelerator.unwrap_model(trainer.model)
