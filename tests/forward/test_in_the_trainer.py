@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import LlamaForCausalLM
 
 from tests.runs import (
     ScriptedGRPOTrainer,
@@ -15,10 +16,11 @@ from tests.runs import (
     logged,
     train_recorded,
 )
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_model, tiny_config
 from trl_a3po.forward import training
 from trl_a3po.forward.arrange import sums_over_rows
 from trl_a3po.forward.attention import PACKED
+from trl_a3po.forward.support import packing_refusal
 from trl_a3po.publish.collect import policy_spec
 from trl_a3po.testing import StubEngine
 
@@ -174,3 +176,12 @@ def test_the_engine_and_checkpoints_get_the_configuration_of_the_user(model_path
     assert policy_spec(trainer.model, torch.float32).config._attn_implementation == "sdpa"
     trainer.save_model(tmp_path / "saved")
     assert PACKED not in (tmp_path / "saved" / "config.json").read_text()
+
+
+def test_a_class_of_the_users_own_is_run_padded():
+    class Twisted(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    assert packing_refusal(LlamaForCausalLM(tiny_config())) is None
+    assert packing_refusal(Twisted(tiny_config())).startswith("Twisted is a class of its own")

@@ -25,6 +25,8 @@ def packing_refusal(model: torch.nn.Module, *, compiled: bool = False) -> str | 
     config = base.config.get_text_config()
     if config.model_type not in PACKABLE:
         return f"model_type={config.model_type!r} is not among those tested packed ({', '.join(PACKABLE)})"
+    if not type(base).__module__.startswith("transformers."):
+        return f"{type(base).__name__} is a class of its own, whose forward is not known to be {config.model_type}'s"
     implementation = plain_implementation(config._attn_implementation)
     if implementation != "sdpa":
         return (
