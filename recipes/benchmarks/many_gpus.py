@@ -23,7 +23,7 @@ import torch
 
 SHAPES = {  # layers, hidden, intermediate, heads, key-value heads, tied embeddings
     "tiny": (2, 64, 128, 4, 2, True),
-    "small": (2, 256, 512, 2, 1, True),
+    "small": (2, 256, 512, 2, 1, False),
     "0.6b": (28, 1024, 3072, 16, 8, True),
     "1.5b": (28, 1536, 8960, 12, 2, True),
     "8b": (36, 4096, 12288, 32, 8, False),

@@ -118,7 +118,7 @@ def train_a3po(arguments, way: str, one_gpu: bool) -> dict[str, float]:
         max_staleness=2,
         engine="vllm",
         engine_device="cpu" if arguments.cpu else "cuda:0" if one_gpu else "cuda:1",
-        engine_max_prompt_tokens=arguments.prompt_tokens,
+        engine_max_prompt_tokens=2 * arguments.prompt_tokens,  # some words are two tokens
         engine_dtype="float32" if arguments.cpu else "bfloat16",
         kv_on_publish=arguments.kv_on_publish,
         vllm_python=arguments.vllm_python,
@@ -176,7 +176,7 @@ def train_grpo(arguments) -> dict[str, float]:
     folder = Path(arguments.folder)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    context = arguments.prompt_tokens + arguments.tokens
+    context = 2 * arguments.prompt_tokens + arguments.tokens
     needs = Needs(
         str(folder / "model"),
         "bfloat16",

@@ -133,7 +133,7 @@ def check_versions(trainer: CheckingTrainer, *, exact_after_a_publish: bool) -> 
     assert gaps and max(gaps) < 1e-3
 
 
-@pytest.mark.parametrize("kv_on_publish", ["keep", "recompute"])
+@pytest.mark.parametrize("kv_on_publish", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_a_lora_run_stamps_every_token_with_its_version(adapter_server, tied_model, tmp_path, kv_on_publish):
     trainer = trainer_of(tied_model, tmp_path, True, vllm_server_urls=[adapter_server], kv_on_publish=kv_on_publish)
     trainer.train()
@@ -142,7 +142,7 @@ def test_a_lora_run_stamps_every_token_with_its_version(adapter_server, tied_mod
     assert not [name for name in Server(adapter_server).facts().adapters if name.startswith("policy-")]
 
 
-@pytest.mark.parametrize("kv_on_publish", ["keep", "recompute"])
+@pytest.mark.parametrize("kv_on_publish", [pytest.param("keep", marks=pytest.mark.slow), "recompute"])
 def test_a_run_with_whole_weights_stamps_every_token_with_its_version(
     weights_server, untied_model, tmp_path, kv_on_publish
 ):
