@@ -18,8 +18,8 @@ import time
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from many_gpus import word_tokenizer
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 import trl_a3po.trainer
 from trl_a3po import A3POConfig, A3POTrainer
@@ -98,13 +98,11 @@ def run(arguments, dealt: bool) -> dict[str, float]:
         return rows
 
     trl_a3po.trainer.dealt_rows = measured
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(32768)}, unk_token="t2"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2")
+    tokenizer = word_tokenizer()
     layers, hidden, intermediate, heads, key_value = SHAPES[arguments.shape]
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=32768,
+        vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,

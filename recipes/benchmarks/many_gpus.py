@@ -147,12 +147,15 @@ def train(arguments) -> None:
 
 
 def word_tokenizer(vocab: int = 32768):
+    """Words `t3`, `t4`, …, a token each."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t2"))
+    # Not `t0` to `t2`: a special token is found inside of words that begin with it.
+    names = ["<pad>", "<eos>", "<unk>", *(f"t{i}" for i in range(3, vocab))]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2")
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def random_model(shape: str, vocab: int, dtype: torch.dtype, zero: bool):

@@ -118,10 +118,14 @@ def make_model(arguments, folder):
     # A random model ends a completion with any of these tokens: lengths are geometric with a mean of a third.
     ends = int(config.vocab_size * 3 / arguments.tokens) if arguments.lengths == "geometric" else 1
     model.generation_config.eos_token_id = list(range(1, 1 + ends))
-    vocab = {f"t{i}": i for i in range(config.vocab_size)}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="t2"))
+    # Not `t0` to `t2`: a special token is found inside of words that begin with it.
+    names = ["<pad>", "<eos>", "<unk>", *(f"t{i}" for i in range(3, config.vocab_size))]
+    vocab = {name: i for i, name in enumerate(names)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return config.vocab_size

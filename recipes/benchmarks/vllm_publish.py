@@ -252,7 +252,9 @@ def train(arguments) -> None:
 
 def launch(arm: str, arguments) -> dict[str, float] | str:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm, "--folder", folder]
+        # By torchrun, or the Trainer would want every visible GPU for itself.
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--standalone"]
+        command += [__file__, *sys.argv[1:], "--arm", arm, "--folder", folder]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
         except subprocess.TimeoutExpired as error:
