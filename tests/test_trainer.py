@@ -238,6 +238,42 @@ def test_the_gradient_of_the_balanced_objectives_is_that_of_their_closed_forms(m
     assert trainer.compared == 12 and trainer.stalest >= 2
 
 
+def rival_weight(objective, lt, lb, mask):
+    rho = (lt - lb).detach().exp()
+    if objective == "aipo":
+        return rho.clamp(max=1.1)
+    if objective == "masked_is":
+        return torch.where((rho < 0.9) | (rho > 1.1), 0, rho)
+    squares = sorted((rho.log().square()[mask]).tolist())
+    while squares and sum(squares) / len(squares) > 1e-3:
+        squares.pop()
+    return torch.where(rho.log().square() > (squares[-1] if squares else -1), 0, rho)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective": "aipo", "aipo_cap": 1.1},
+        {"objective": "m2po", "m2po_threshold": 1e-3},
+        {"objective": "masked_is", "masked_is_lower": 0.9, "masked_is_upper": 1.1, "proximal_method": "reuse"},
+    ],
+    ids=lambda settings: settings["objective"],
+)
+def test_the_gradient_of_the_rivals_is_that_of_their_equations(model_path, tmp_path, settings):
+    class Check(GradientCheck):
+        @staticmethod
+        def reference(trainer, lt, inputs):
+            mask = inputs["completion_mask"].bool()
+            weight = rival_weight(settings["objective"], lt, inputs["sampling_per_token_logps"], mask)
+            per_token = -weight * inputs["advantages"].unsqueeze(1) * lt
+            rows = (per_token * mask).sum(1) / mask.sum(1).clamp(min=1)
+            return rows.mean() / trainer.args.gradient_accumulation_steps
+
+    trainer = build(model_path, tmp_path, Check, loss_type="grpo", max_steps=6, learning_rate=0.2, **settings)
+    trainer.train()
+    assert trainer.compared == 12 and trainer.stalest >= 2
+
+
 @pytest.mark.parametrize("method, extra", [("loglinear", 0), ("reuse", 0), ("recompute", 6 * 8)])
 def test_no_forward_but_trls_own_except_for_recompute(model_path, tmp_path, method, extra):
     trainer = build(model_path, tmp_path, proximal_method=method, max_steps=6, packed_forward="off")

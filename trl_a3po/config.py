@@ -16,11 +16,13 @@ from trl import GRPOConfig
 from trl_a3po.rollout.admission import staleness_of_schedule, starves
 
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+RIVALS = ("masked_is", "aipo", "m2po")
+RIVAL_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 STEP_NORMALIZED_LOSS_TYPES = ("dapo", "cispo", "vespo")  # divided by the tokens of the whole optimizer step
 
 CHOICES = {
     "schedule": ("async", "sync", "periodic", "fixed_lag"),
-    "objective": ("decoupled", "asympo", "spo"),
+    "objective": ("decoupled", "asympo", "spo", *RIVALS),
     "proximal_method": ("loglinear", "linear", "behavior", "reuse", "recompute"),
     "fresh_proximal": ("behavior", "policy"),
     "behavior_weight_mode": ("truncate", "mask", "none"),
@@ -61,7 +63,7 @@ class A3POConfig(GRPOConfig):
         > Parameters that control the objective
 
         objective (`str`, *optional*, defaults to `"decoupled"`):
-            `"decoupled"` (A-3PO), `"asympo"` or `"spo"`.
+            `"decoupled"` (A-3PO), `"asympo"`, `"spo"`, or a rival: `"masked_is"` (IcePop), `"aipo"` or `"m2po"`.
         proximal_method (`str`, *optional*, defaults to `"loglinear"`):
             Anchor of the trust region: `"loglinear"` (A-3PO, no forward pass), `"linear"`, `"behavior"`, `"reuse"`
             (the current policy; one optimizer step a batch) or `"recompute"` (a forward pass when the batch is taken).
@@ -79,6 +81,14 @@ class A3POConfig(GRPOConfig):
             Floor of the scale that ASymPO divides by.
         spo_negative_scale (`float`, *optional*, defaults to `0.2`):
             Factor on negative advantages in SPO.
+        masked_is_lower (`float`, *optional*, defaults to `0.5`):
+            Smallest weight that masked IS keeps, below 1.
+        masked_is_upper (`float`, *optional*, defaults to `5.0`):
+            Largest weight that masked IS keeps, above 1.
+        aipo_cap (`float`, *optional*, defaults to `4.0`):
+            Largest weight of AIPO, above 1.
+        m2po_threshold (`float`, *optional*, defaults to `0.04`):
+            Largest mean of the squared log-ratio over the tokens of a micro-batch that M2PO keeps.
 
         > Parameters that control the engine
 
@@ -191,7 +201,10 @@ class A3POConfig(GRPOConfig):
     # Objective
     objective: str = field(
         default="decoupled",
-        metadata={"help": "'decoupled' (A-3PO), 'asympo' or 'spo'.", "choices": list(CHOICES["objective"])},
+        metadata={
+            "help": "'decoupled' (A-3PO), 'asympo', 'spo', or a rival: 'masked_is' (IcePop), 'aipo' or 'm2po'.",
+            "choices": list(CHOICES["objective"]),
+        },
     )
     proximal_method: str = field(
         default="loglinear",
@@ -232,6 +245,17 @@ class A3POConfig(GRPOConfig):
     )
     spo_negative_scale: float = field(
         default=0.2, metadata={"help": "Factor on negative advantages in SPO, from 0 to 1."}
+    )
+    masked_is_lower: float = field(
+        default=0.5, metadata={"help": "Smallest behavior weight that masked IS keeps, from 0 to below 1."}
+    )
+    masked_is_upper: float = field(
+        default=5.0, metadata={"help": "Largest behavior weight that masked IS keeps, above 1."}
+    )
+    aipo_cap: float = field(default=4.0, metadata={"help": "Largest weight of AIPO, above 1."})
+    m2po_threshold: float = field(
+        default=0.04,
+        metadata={"help": "Largest mean of log² of the behavior ratio over the tokens of a micro-batch M2PO keeps."},
     )
 
     # Engine
@@ -418,6 +442,11 @@ class A3POConfig(GRPOConfig):
         return staleness_of_schedule(self.schedule, self.max_staleness)
 
     @property
+    def recomputes_proximal(self) -> bool:
+        """Whether a forward at take is needed: by `"recompute"`, under an objective that has a proximal policy."""
+        return self.proximal_method == "recompute" and self.objective in ("decoupled", "masked_is")
+
+    @property
     def lag(self) -> int | None:
         """`schedule="fixed_lag"`: how many generation batches before its own a batch is sampled."""
         return self.max_staleness // self.optimizer_steps_per_generation if self.schedule == "fixed_lag" else None
@@ -580,6 +609,7 @@ class A3POConfig(GRPOConfig):
                 raise ValueError(f"{name}={value!r} must be a finite number above 0.")
         if not (_is_number(self.spo_negative_scale) and 0 <= self.spo_negative_scale <= 1):
             raise ValueError(f"spo_negative_scale={self.spo_negative_scale!r} must be a number from 0 to 1.")
+        self._check_rival_numbers()
         if not _is_number(self.behavior_weight_cap):
             raise ValueError(
                 f"behavior_weight_cap={self.behavior_weight_cap!r} must be a number above 1; set "
@@ -602,6 +632,17 @@ class A3POConfig(GRPOConfig):
                 "drop_zero_variance_groups=True with schedule='fixed_lag' cannot replace a group: its batch is "
                 "sampled as one: set drop_zero_variance_groups=False or schedule='async'."
             )
+
+    def _check_rival_numbers(self):
+        for name, range_, holds in (
+            ("masked_is_lower", "at least 0 and below 1", lambda value: 0 <= value < 1),
+            ("masked_is_upper", "above 1", lambda value: 1 < value < math.inf),
+            ("aipo_cap", "above 1", lambda value: 1 < value < math.inf),
+            ("m2po_threshold", "above 0", lambda value: 0 < value < math.inf),
+        ):
+            value = getattr(self, name)
+            if not (_is_number(value) and holds(value)):
+                raise ValueError(f"{name}={value!r} must be a finite number {range_}.")
 
     def _check_reward_on_timeout(self):
         value = self.reward_on_timeout
@@ -628,6 +669,8 @@ class A3POConfig(GRPOConfig):
             )
         if self.objective == "decoupled":
             self._check_decoupled()
+        elif self.objective in RIVALS:
+            self._check_rival()
         else:
             self._check_balanced()
 
@@ -649,6 +692,36 @@ class A3POConfig(GRPOConfig):
                     f"along with the policy: set num_iterations=1 and steps_per_generation <= "
                     "gradient_accumulation_steps, or choose another value."
                 )
+
+    def _check_rival(self):
+        if self.loss_type not in RIVAL_LOSS_TYPES:
+            raise ValueError(
+                f"loss_type={self.loss_type!r} brings a ratio or weight of its own, which objective="
+                f"{self.objective!r} replaces: set one of {', '.join(map(repr, RIVAL_LOSS_TYPES))}."
+            )
+        if self.importance_sampling_level != "token":
+            raise ValueError(
+                f"importance_sampling_level={self.importance_sampling_level!r} with objective={self.objective!r} "
+                "cannot hold, because its weights are those of single tokens: set 'token'."
+            )
+        if self.delta is not None:
+            raise ValueError(
+                f"delta={self.delta!r} would cap r, which is not the policy ratio of objective={self.objective!r}: "
+                "leave it out and set the bound of the objective."
+            )
+        if self.objective != "masked_is":
+            return
+        if self.proximal_method not in ("reuse", "recompute"):
+            raise ValueError(
+                f"objective='masked_is' weighs the policy at take against the behavior policy, which proximal_method="
+                f"{self.proximal_method!r} is not: set 'reuse' (one optimizer step a batch) or 'recompute'."
+            )
+        if self.proximal_method == "reuse" and self.optimizer_steps_per_generation > 1:
+            raise ValueError(
+                f"proximal_method='reuse' with {self.optimizer_steps_per_generation} optimizer steps a generation "
+                "batch would move the trust region along with the policy: set 'recompute', or num_iterations=1 and "
+                "steps_per_generation <= gradient_accumulation_steps."
+            )
 
     def _check_balanced(self):
         """ASymPO and SPO rest on the sum of a group's advantages being zero: refuse what changes it unseen."""

@@ -377,7 +377,7 @@ class A3POTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if self._taken is None:
             return super()._generate_and_score_completions(inputs)
-        with self._old_logps_only_if(self.args.proximal_method == "recompute"):
+        with self._old_logps_only_if(self.args.recomputes_proximal):
             batch = super()._generate_and_score_completions(inputs)
         versions = torch.full(batch["completion_ids"].shape, -1, dtype=torch.int32)
         for row, rollout in enumerate(taken_rollouts(self._taken)):
@@ -451,6 +451,25 @@ class A3POTrainer(GRPOTrainer):
         if args.objective == "spo":
             return objectives.spo_anchor(
                 policy_logps, behavior_logps, staleness, advantages, mask, negative_scale=args.spo_negative_scale
+            )
+        if args.objective == "masked_is":
+            return objectives.masked_is_anchor(
+                policy_logps,
+                behavior_logps,
+                staleness,
+                advantages,
+                mask,
+                recomputed_logps=inputs.get("old_per_token_logps"),
+                lower=args.masked_is_lower,
+                upper=args.masked_is_upper,
+                epsilon_low=self.epsilon_low,
+                epsilon_high=self.epsilon_high,
+            )
+        if args.objective == "aipo":
+            return objectives.aipo_anchor(policy_logps, behavior_logps, staleness, advantages, mask, cap=args.aipo_cap)
+        if args.objective == "m2po":
+            return objectives.m2po_anchor(
+                policy_logps, behavior_logps, staleness, advantages, mask, threshold=args.m2po_threshold
             )
         return objectives.decoupled_anchor(
             policy_logps,

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from trl_a3po.objectives import (
+    aipo_anchor,
     asympo_anchor,
     asympo_loss,
     behavior_weight,
     decoupled_anchor,
     decoupled_loss,
+    m2po_anchor,
+    masked_is_anchor,
     spo_anchor,
     spo_loss,
 )
@@ -37,6 +40,10 @@ ANCHORS = {
     ),
     "asympo": asympo_anchor,
     "spo": spo_anchor,
+    "masked_is": masked_is_anchor,
+    "masked_is-recompute": lambda *args: masked_is_anchor(*args, recomputed_logps=args[0] + 0.1),
+    "aipo": aipo_anchor,
+    "m2po": m2po_anchor,
 }
 
 

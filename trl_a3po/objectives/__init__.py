@@ -19,6 +19,7 @@ advantages `A·weight` has the gradient of the objective. The `*_loss` functions
 from trl_a3po.objectives.behavior import behavior_weight
 from trl_a3po.objectives.decoupled import decoupled_anchor, decoupled_loss
 from trl_a3po.objectives.proximal import proximal_logps
+from trl_a3po.objectives.rivals import aipo_anchor, m2po_anchor, masked_is_anchor
 from trl_a3po.objectives.scaled import asympo_anchor, asympo_loss, spo_anchor, spo_loss
 from trl_a3po.objectives.staleness import interpolation_weight, token_staleness
 from trl_a3po.objectives.stats import DecoupledStats, ScaleStats
@@ -26,12 +27,15 @@ from trl_a3po.objectives.stats import DecoupledStats, ScaleStats
 __all__ = [
     "DecoupledStats",
     "ScaleStats",
+    "aipo_anchor",
     "asympo_anchor",
     "asympo_loss",
     "behavior_weight",
     "decoupled_anchor",
     "decoupled_loss",
     "interpolation_weight",
+    "m2po_anchor",
+    "masked_is_anchor",
     "proximal_logps",
     "spo_anchor",
     "spo_loss",

@@ -116,6 +116,12 @@ def _objective_detail(args: A3POConfig) -> str:
         return f"scale at least {args.asympo_min_scale:g}"
     if args.objective == "spo":
         return f"negative advantages x {args.spo_negative_scale:g}"
+    if args.objective == "masked_is":
+        return f"proximal policy {args.proximal_method}, weights {args.masked_is_lower:g} to {args.masked_is_upper:g}"
+    if args.objective == "aipo":
+        return f"behavior ratio at most {args.aipo_cap:g}"
+    if args.objective == "m2po":
+        return f"second moment at most {args.m2po_threshold:g}"
     cap = (
         "no cap"
         if args.behavior_weight_mode == "none"
