@@ -136,6 +136,7 @@ REFUSED = [
     ({"objective": "aipo", "loss_type": "cispo"}, "loss_type='cispo' brings"),
     ({"objective": "m2po", "importance_sampling_level": "sequence"}, "set 'token'"),
     ({"objective": "aipo", "delta": 4.0}, "delta=4.0"),
+    ({"objective": "m2po", "schedule": "periodic"}, "which objective='m2po' breaks"),
     ({"objective": "spo", "loss_type": "grpo"}, "set scale_rewards='none'"),
     (
         {"objective": "spo", "loss_type": "grpo", "scale_rewards": "none", "mask_truncated_completions": True},

@@ -781,6 +781,7 @@ class A3POConfig(GRPOConfig):
                 "sum_then_normalize",
             ),
             ("loss_type", self.loss_type == "bnpo", sum_of_groups, "dapo"),
+            ("objective", self.objective == "m2po", sum_of_groups, "aipo"),
             ("top_entropy_quantile", self.top_entropy_quantile < 1, sum_of_groups, 1.0),
             ("entropy_coef", self.entropy_coef != 0, sum_of_groups, 0.0),
             ("use_adaptive_entropy", self.use_adaptive_entropy, sum_of_groups, False),
