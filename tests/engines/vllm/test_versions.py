@@ -1,7 +1,5 @@
 """Versions per token when weights change in flight, on stub servers whose log-probs say what they sampled from."""
 
-import time
-
 import pytest
 
 from tests.engines.vllm.stub_server import StubServer
@@ -19,8 +17,8 @@ def test_every_token_carries_the_version_it_was_sampled_from(tmp_path, lora, kv_
     engine = started(servers, tmp_path, kv_on_publish=kv_on_publish)
     try:
         engine.submit(requests(6))
-        for version in (1, 2, 3):
-            time.sleep(0.06)
+        for version, sampled in ((1, 20), (2, 60), (3, 100)):
+            until(lambda sampled=sampled: sum(server.tokens for server in servers) > sampled)
             engine.publish(update(lora, version))
         events = finished(engine, 6)
         spans = {tuple(sorted(set(r.versions))) for event in events.values() for r in event.rollouts}
