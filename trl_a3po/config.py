@@ -667,12 +667,27 @@ class A3POConfig(GRPOConfig):
                 "behavior_weight_level='sequence' with importance_sampling_level='token' breaks w·r = ρ: set both to "
                 "'sequence' or both to 'token'."
             )
+        self._check_kl()
         if self.objective == "decoupled":
             self._check_decoupled()
         elif self.objective in RIVALS:
             self._check_rival()
         else:
             self._check_balanced()
+
+    def _check_kl(self):
+        """TRL corrects the KL term by `r`; that is the behavior ratio `ρ` only where the anchor is `lb`."""
+        if self.beta == 0 or not self.use_bias_correction_kl:
+            return
+        interpolates = self.proximal_method in ("loglinear", "linear") and self.fresh_proximal == "behavior"
+        at_behavior = self.proximal_method == "behavior" or (interpolates and self.staleness_bound <= 1)
+        if self.objective != "decoupled" or not at_behavior:
+            raise ValueError(
+                f"use_bias_correction_kl=True with objective={self.objective!r}, proximal_method="
+                f"{self.proximal_method!r} and tokens up to {self.staleness_bound} steps stale multiplies the KL term "
+                "by a ratio that is not taken from the behavior policy: set use_bias_correction_kl=False, or "
+                "objective='decoupled' with max_staleness=1 or proximal_method='behavior'."
+            )
 
     def _check_decoupled(self):
         steps = self.optimizer_steps_per_generation
