@@ -31,6 +31,7 @@ from trl_a3po.report.plot import (
     time_split,
 )
 
+WIDE = 4.0  # largest over smallest w or r, above which the scale is logarithmic
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", AMBER, "#56b4e9", INK)  # Okabe and Ito
 Named = list[tuple[str, History]]
 
@@ -148,14 +149,16 @@ def _draw_r(axes: Axes, runs: list) -> None:
 
 
 def _ratio(axes: Axes, runs: list, name: str) -> None:
-    """The largest and, thinner, the smallest of each step, on a logarithmic scale."""
+    """The largest and, thinner, the smallest of each step; on a logarithmic scale where they lie far apart."""
     axes.axhline(1.0, color=GREY, linewidth=0.8)
-    axes.set_yscale("log")
     _lines(axes, runs, f"a3po/{name}/min", width=0.8)
     _lines(axes, runs, f"a3po/{name}/max", width=1.6)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    lowest, highest = axes.get_ylim()
+    if lowest <= 0 or highest / lowest > WIDE:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _tidy_empty(axes: Axes) -> None:
