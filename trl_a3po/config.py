@@ -67,6 +67,9 @@ class A3POConfig(GRPOConfig):
         proximal_method (`str`, *optional*, defaults to `"loglinear"`):
             Anchor of the trust region: `"loglinear"` (A-3PO, no forward pass), `"linear"`, `"behavior"`, `"reuse"`
             (the current policy; one optimizer step a batch) or `"recompute"` (a forward pass when the batch is taken).
+        compare_proximal_every (`int`, *optional*, defaults to `0`):
+            Optimizer steps between two comparisons of the log-linear anchor with the recomputed one, logged as
+            `a3po/compare/…`; each costs a forward pass of one batch. 0 makes none.
         fresh_proximal (`str`, *optional*, defaults to `"behavior"`):
             Anchor of tokens of staleness 0: `"behavior"` keeps the trust region, `"policy"` removes it.
         behavior_weight_cap (`float`, *optional*, defaults to `5.0`):
@@ -212,6 +215,13 @@ class A3POConfig(GRPOConfig):
             "help": "Anchor of the trust region: 'loglinear' (A-3PO, no forward pass), 'linear', 'behavior', 'reuse' "
             "(the current policy; one optimizer step a batch), 'recompute' (a forward pass when the batch is taken).",
             "choices": list(CHOICES["proximal_method"]),
+        },
+    )
+    compare_proximal_every: int = field(
+        default=0,
+        metadata={
+            "help": "Optimizer steps between two comparisons of the log-linear anchor with the recomputed one, logged "
+            "as a3po/compare/…; each costs a forward pass of one batch. 0 makes none."
         },
     )
     fresh_proximal: str = field(
@@ -588,6 +598,7 @@ class A3POConfig(GRPOConfig):
     def _check_numbers(self):
         at_least = {
             "max_staleness": 0,
+            "compare_proximal_every": 0,
             "weight_sync_steps": 1,
             "max_attempts": 1,
             "engine_slots": 1,
@@ -668,6 +679,7 @@ class A3POConfig(GRPOConfig):
                 "'sequence' or both to 'token'."
             )
         self._check_kl()
+        self._check_comparison()
         if self.objective == "decoupled":
             self._check_decoupled()
         elif self.objective in RIVALS:
@@ -687,6 +699,21 @@ class A3POConfig(GRPOConfig):
                 f"{self.proximal_method!r} and tokens up to {self.staleness_bound} steps stale multiplies the KL term "
                 "by a ratio that is not taken from the behavior policy: set use_bias_correction_kl=False, or "
                 "objective='decoupled' with max_staleness=1 or proximal_method='behavior'."
+            )
+
+    def _check_comparison(self):
+        if not self.compare_proximal_every:
+            return
+        for name, needed in (("objective", "decoupled"), ("proximal_method", "loglinear")):
+            if getattr(self, name) != needed:
+                raise ValueError(
+                    f"compare_proximal_every={self.compare_proximal_every} compares the log-linear anchor, which "
+                    f"{name}={getattr(self, name)!r} does not use: set compare_proximal_every=0, or {name}={needed!r}."
+                )
+        if self.schedule == "periodic":
+            raise ValueError(
+                f"compare_proximal_every={self.compare_proximal_every} has nothing to compare with "
+                "schedule='periodic', where no token is stale: set compare_proximal_every=0."
             )
 
     def _check_decoupled(self):

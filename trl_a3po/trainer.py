@@ -159,6 +159,8 @@ class A3POTrainer(GRPOTrainer):
         self._loss_inputs: dict[str, Any] | None = None
         self._objective_stats: Any | None = None
         self._gaps: list[EngineGap] | None = None
+        self._compared_at: int | None = None
+        self._comparisons: dict[str, objectives.ProximalComparison] = {}  # of first and of later minibatches
 
     # --- a run's beginning and end ------------------------------------------------------------------------------
 
@@ -377,8 +379,11 @@ class A3POTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if self._taken is None:
             return super()._generate_and_score_completions(inputs)
-        with self._old_logps_only_if(self.args.recomputes_proximal):
+        compares = self._starts_comparison()
+        with self._old_logps_only_if(self.args.recomputes_proximal or compares):
             batch = super()._generate_and_score_completions(inputs)
+        if compares:
+            batch["compared_logps"] = batch.pop("old_per_token_logps")
         versions = torch.full(batch["completion_ids"].shape, -1, dtype=torch.int32)
         for row, rollout in enumerate(taken_rollouts(self._taken)):
             versions[row, : len(rollout.versions)] = torch.tensor(rollout.versions, dtype=torch.int32)
@@ -389,6 +394,16 @@ class A3POTrainer(GRPOTrainer):
         batch["behavior_versions"] = versions.to(batch["completion_ids"].device)
         batch["staleness"] = token_staleness(batch["behavior_versions"], self.state.global_step)
         return batch
+
+    def _starts_comparison(self) -> bool:
+        """Whether this batch is one in which `compare_proximal_every` has the anchor compared."""
+        every, version = self.args.compare_proximal_every, self.state.global_step
+        if not every or not self.model.training:
+            return False
+        due = self._compared_at is None or version // every > self._compared_at // every
+        if due:
+            self._compared_at = version
+        return due
 
     @contextmanager
     def _old_logps_only_if(self, wanted: bool) -> Iterator[None]:
@@ -425,12 +440,15 @@ class A3POTrainer(GRPOTrainer):
         inputs, self._loss_inputs = self._loss_inputs, None
         if inputs is not None:
             anchor, weight, stats = self._objective(outputs[0], inputs)
-            inputs["old_per_token_logps"] = anchor
+            advantages, inputs["old_per_token_logps"] = inputs["advantages"], anchor
             inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weight
             if self.model.training:
                 self._objective_stats = stats if self._objective_stats is None else self._objective_stats + stats
                 taken_at = int((inputs["behavior_versions"] + inputs["staleness"]).max())
                 self._metrics["train"]["a3po/drift"].append(float(self.state.global_step - taken_at))
+                if "compared_logps" in inputs:
+                    minibatch = "first" if taken_at == self.state.global_step else "later"
+                    self._compare(outputs[0], anchor, advantages, inputs, minibatch)
                 self._metrics["train"]["a3po/forward/token_ratio"].append(self._training_forward.token_ratio)
                 gaps = self._gaps_of(outputs[0], inputs)
                 self._gaps = gaps if self._gaps is None else [a + b for a, b in zip(self._gaps, gaps, strict=True)]
@@ -486,6 +504,21 @@ class A3POTrainer(GRPOTrainer):
             epsilon_low=self.epsilon_low,
             epsilon_high=self.epsilon_high,
         )
+
+    def _compare(self, policy_logps, anchor, advantages, inputs: dict[str, Any], minibatch: str) -> None:
+        comparison = objectives.ProximalComparison.of_batch(
+            policy_logps,
+            inputs["sampling_per_token_logps"],
+            inputs["staleness"],
+            advantages,
+            inputs["completion_mask"],
+            proximal_logps=anchor,
+            recomputed_logps=inputs["compared_logps"],
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+        )
+        before = self._comparisons.get(minibatch)
+        self._comparisons[minibatch] = comparison if before is None else before + comparison
 
     def _gaps_of(self, policy_logps: torch.Tensor, inputs: dict[str, Any]) -> list[EngineGap]:
         names = ("sampling_per_token_logps", "behavior_versions", "completion_mask")
@@ -546,6 +579,13 @@ class A3POTrainer(GRPOTrainer):
             for of_processes in zip(*every, strict=True) if every else ():
                 for name, value in functools.reduce(operator.add, of_processes).metrics().items():
                     self._metrics["train"][name].append(value)
+            compared = {minibatch: tally.cpu() for minibatch, tally in self._comparisons.items()}
+            every = self._team.gather(compared) if compared else ()
+            for minibatch in compared if every else ():
+                total = functools.reduce(operator.add, (of_process[minibatch] for of_process in every))
+                for name, value in total.named(minibatch).items():
+                    self._metrics["train"][name].append(value)
+            self._comparisons = {}
             self._show_row_weights()
         super().log(logs, start_time)
 

@@ -17,6 +17,7 @@ advantages `A·weight` has the gradient of the objective. The `*_loss` functions
 """
 
 from trl_a3po.objectives.behavior import behavior_weight
+from trl_a3po.objectives.comparison import ProximalComparison
 from trl_a3po.objectives.decoupled import decoupled_anchor, decoupled_loss
 from trl_a3po.objectives.proximal import proximal_logps
 from trl_a3po.objectives.rivals import aipo_anchor, m2po_anchor, masked_is_anchor
@@ -26,6 +27,7 @@ from trl_a3po.objectives.stats import DecoupledStats, ScaleStats
 
 __all__ = [
     "DecoupledStats",
+    "ProximalComparison",
     "ScaleStats",
     "aipo_anchor",
     "asympo_anchor",
