@@ -238,6 +238,15 @@ def test_the_gradient_of_the_balanced_objectives_is_that_of_their_closed_forms(m
     assert trainer.compared == 12 and trainer.stalest >= 2
 
 
+def test_the_scale_of_both_signs_and_a_binding_floor_are_logged(model_path, tmp_path):
+    settings = {"objective": "asympo", "loss_type": "grpo", "scale_rewards": "none", "max_steps": 2}
+    trainer = build(model_path, tmp_path, asympo_min_scale=100.0, **settings)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "a3po/floor" in entry]
+    assert len(entries) == 2 and all(entry["a3po/floor"] == 1 for entry in entries)
+    assert all(entry["a3po/scale/positive"] > 0 and entry["a3po/scale/negative"] > 0 for entry in entries)
+
+
 def rival_weight(objective, lt, lb, mask):
     rho = (lt - lb).detach().exp()
     if objective == "aipo":
