@@ -1,0 +1,41 @@
+"""The staleness study: a short run of it, and what it says of numbers made up to confirm or refute it."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).parents[2] / "recipes" / "staleness_study.py"
+
+
+@pytest.fixture(scope="module")
+def study():
+    spec = importlib.util.spec_from_file_location("staleness_study", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_part_of_it_runs_and_draws(study, tmp_path, monkeypatch, capsys):
+    arguments = ["--staleness", "2", "--methods", "loglinear", "--seeds", "0", "--steps", "8"]
+    monkeypatch.setattr(sys, "argv", [str(PATH), *arguments, "--output", str(tmp_path)])
+    study.main()
+    assert (tmp_path / "staleness_study.png").stat().st_size > 10_000
+    assert "log r / log ρ is 0.500, predicted 1/d = 0.500: confirmed" in capsys.readouterr().out
+
+
+def made_up(clipped, contraction):
+    return [{"clipped": clipped, "contraction": contraction}]
+
+
+def test_the_verdicts_follow_the_numbers(study):
+    agree = {
+        ("loglinear", 2): made_up(0.02, 0.5),
+        ("loglinear", 8): made_up(0.01, 0.125),
+        ("behavior", 2): made_up(0.1, 1.0),
+        ("behavior", 8): made_up(0.3, 1.0),
+    }
+    assert all("refuted" not in line for line in study.verdicts(agree)) and len(study.verdicts(agree)) == 5
+    differ = {**agree, ("loglinear", 8): made_up(0.4, 0.5)}
+    assert sum("refuted" in line for line in study.verdicts(differ)) == 3
