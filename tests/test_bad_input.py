@@ -25,7 +25,7 @@ from transformers import (
 from tests.runs import COMPLETE, build, logged
 from tests.tiny import VOCAB, save_tiny_model, tiny_config, tiny_prompts, tiny_tokenizer
 from trl_a3po import A3POConfig, A3POTrainer
-from trl_a3po.checks import check_sharding
+from trl_a3po.checks import check_sharding, check_trained_before
 from trl_a3po.errors import EngineError, RewardError
 from trl_a3po.rollout.endings import StampError
 from trl_a3po.rollout.records import Rollout
@@ -351,6 +351,13 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     small = save_tiny_model(tmp_path / "small", vocab_size=32)
     with pytest.raises(ValueError, match="model's vocabulary is 0 to 31: pass the model's own tokenizer"):
         build(small, tmp_path).train()
+
+
+def test_a_second_training_under_deepspeed_is_refused():
+    check_trained_before(True, False)
+    check_trained_before(False, True)
+    with pytest.raises(ValueError, match=r"second time under DeepSpeed.*make a new"):
+        check_trained_before(True, True)
 
 
 def test_fsdp_is_refused():

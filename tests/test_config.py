@@ -82,6 +82,11 @@ def test_trls_server_fields_name_the_engine():
     assert args.vllm_server_urls == ["https://here/one"]
 
 
+def test_one_server_needs_no_list():
+    args = A3POConfig("run", engine="vllm", vllm_server_urls="http://here:8000")
+    assert args.vllm_server_urls == ["http://here:8000"]
+
+
 REFUSED = [
     ({"schedule": "eager"}, "schedule='eager' is not known: set one of 'async', 'sync', 'periodic', 'fixed_lag'."),
     ({"schedule": "fixed_lag", "num_iterations": 2, "max_staleness": 3}, "multiple of 2"),

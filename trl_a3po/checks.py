@@ -157,6 +157,15 @@ def check_sharding(is_fsdp_enabled: bool) -> None:
         )
 
 
+def check_trained_before(trained_before: bool, is_deepspeed_enabled: bool) -> None:
+    """Raise `ValueError` for a second `train()` on an engine of DeepSpeed's that accelerate has let go of."""
+    if trained_before and is_deepspeed_enabled:
+        raise ValueError(
+            "train() was called a second time under DeepSpeed, whose engine does not outlive the first: make a new "
+            "A3POTrainer, with resume_from_checkpoint to go on."
+        )
+
+
 def groups_per_batch(args: A3POConfig) -> int:
     """The prompts of one generation batch."""
     return args.generation_batch_size // args.num_generations

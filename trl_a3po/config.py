@@ -478,6 +478,8 @@ class A3POConfig(GRPOConfig):
         return max(1, math.ceil(micro_steps / self.gradient_accumulation_steps))
 
     def _map_trl_vllm_fields(self):
+        if isinstance(self.vllm_server_urls, str):
+            self.vllm_server_urls = [self.vllm_server_urls]
         if not self.use_vllm:
             return
         if self.vllm_mode == "colocate":

@@ -368,7 +368,8 @@ def vllm_engine(args: A3POConfig, device: torch.device) -> VLLMEngine:
         slots=args.engine_slots,
         threads=args.engine_threads,
         max_restarts=args.engine_restarts,
-        start_limit=max(args.vllm_server_timeout, 60.0 if args.vllm_server_urls else 600.0),
+        # A server of its own has to load first.
+        start_limit=args.vllm_server_timeout if args.vllm_server_urls else max(args.vllm_server_timeout, 600.0),
         request_limit=args.stall_timeout,
         outage_limit=args.vllm_outage_timeout,
     )

@@ -43,6 +43,7 @@ from trl_a3po.checks import (
     check_reward_functions,
     check_sharding,
     check_some_reward,
+    check_trained_before,
     groups_per_batch,
     has_reward,
 )
@@ -96,7 +97,7 @@ class A3POTrainer(GRPOTrainer):
 
     Raises:
         ValueError: what asynchronous generation does not support: tools, environments, `rollout_func`, multimodal
-            models, several processes.
+            models, FSDP.
         EngineError: the engine cannot sample any more.
         RewardError: a reward function raised or returned something else than one number per completion.
         StallError: nothing moved for `stall_timeout` seconds; the message says who waits for whom.
@@ -144,7 +145,7 @@ class A3POTrainer(GRPOTrainer):
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         self._training_forward = TrainingForward(args, self.accelerator, models)
         self._team = Team(patience=args.ddp_timeout + args.stall_timeout)
-        self._running = False
+        self._running = self._trained_before = False
         self._session: Session | None = None  # of the main process
         self._last_take: tuple[float, float] | None = None
         self._waited = 0.0
@@ -170,6 +171,8 @@ class A3POTrainer(GRPOTrainer):
         if self.args.dry_run:
             print(self.plan())
             return TrainOutput(self.state.global_step, 0.0, {})
+        check_trained_before(self._trained_before, self.is_deepspeed_enabled)
+        self._trained_before = True
         folder = choose_checkpoint(resume_from_checkpoint, self.args.output_dir) if resume_from_checkpoint else None
         self._resumed = load_run(self, folder) if folder else None
         begin_run(self, self._resumed)

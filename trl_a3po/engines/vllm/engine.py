@@ -318,7 +318,7 @@ class VLLMEngine:
         return self._process.server
 
     def _await(self, server: Server) -> Facts:
-        deadline = time.monotonic() + self._start_limit
+        deadline, told = time.monotonic() + self._start_limit, False
         while True:
             try:
                 return server.facts()
@@ -328,6 +328,11 @@ class VLLMEngine:
                         f"The vLLM server at {server.url} did not answer: {fault} Start it with:\n\n    "
                         f"{self._needs.command(server.url)}\n"
                     ) from fault
+                if not told:
+                    logger.warning(
+                        "Waiting up to %.0f s for the vLLM server at %s: %s", self._start_limit, server.url, fault
+                    )
+                    told = True
                 time.sleep(0.5)
 
     def _choose_transfer(self, found: Sequence[Facts]) -> None:
