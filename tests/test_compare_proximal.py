@@ -33,3 +33,12 @@ def test_a_run_compares_as_often_as_told_and_trains_the_same(model_path, tmp_pat
     assert len(logged(trainer, "a3po/compare/first/gap/mean")) == 2  # batches taken at 0 and 4
     assert len(logged(trainer, "a3po/compare/later/gap/mean")) == 2
     assert max(logged(trainer, "a3po/compare/first/r_recomputed/max")) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_second_training_compares_from_its_beginning(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, compare_proximal_every=4, max_steps=3)
+    for times in (1, 2):
+        trainer.train()
+        assert len([entry for entry in trainer.state.log_history if "a3po/compare/first/gap/mean" in entry]) == 1, (
+            times
+        )

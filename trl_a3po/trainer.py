@@ -53,6 +53,7 @@ from trl_a3po.distributed.team import Team
 from trl_a3po.distributed.watch import Watch
 from trl_a3po.forward.training import TrainingForward
 from trl_a3po.objectives import token_staleness
+from trl_a3po.objectives.stats import Tally
 from trl_a3po.period import StepNormalizer
 from trl_a3po.publish.collect import base_model
 from trl_a3po.report.engine_gap import EngineGap
@@ -205,6 +206,7 @@ class A3POTrainer(GRPOTrainer):
     def close(self) -> None:
         """Stop generating and free the engine. Called at the end of `train`; idempotent."""
         self._running, self._taken, self._resumed, self._last_take, self._waited = False, None, None, None, 0.0
+        self._compared_at = None
         if self._session is not None:
             self._session.close()  # again at the next call, if this one is interrupted
             self._session = None
@@ -576,21 +578,22 @@ class A3POTrainer(GRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and self._objective_stats is not None:
-            tallies = [tally.cpu() for tally in (self._objective_stats, *self._gaps)]
+            minibatches = sorted(self._comparisons)
+            totals = self._over_processes([self._objective_stats, *self._gaps])
+            compared = self._over_processes([self._comparisons[name] for name in minibatches]) if minibatches else []
+            named = [total.named(minibatch) for minibatch, total in zip(minibatches, compared, strict=False)]
+            for metrics in [*(total.metrics() for total in totals), *named]:
+                for name, value in metrics.items():
+                    self._metrics["train"][name].append(value)
             self._objective_stats, self._gaps = None, None
-            every = self._team.gather(tallies)
-            for of_processes in zip(*every, strict=True) if every else ():
-                for name, value in functools.reduce(operator.add, of_processes).metrics().items():
-                    self._metrics["train"][name].append(value)
-            compared = {minibatch: tally.cpu() for minibatch, tally in self._comparisons.items()}
-            every = self._team.gather(compared) if compared else ()
-            for minibatch in compared if every else ():
-                total = functools.reduce(operator.add, (of_process[minibatch] for of_process in every))
-                for name, value in total.named(minibatch).items():
-                    self._metrics["train"][name].append(value)
             self._comparisons = {}
             self._show_row_weights()
         super().log(logs, start_time)
+
+    def _over_processes(self, tallies: list[Tally]) -> list[Tally]:
+        """Each tally of all processes added up, in the main process; nothing in the others."""
+        every = self._team.gather([tally.cpu() for tally in tallies])
+        return [functools.reduce(operator.add, same) for same in zip(*every, strict=True)] if every else []
 
     def _show_row_weights(self) -> None:
         """Fill the column `w` of the completions table, whose rows are those of all processes."""
