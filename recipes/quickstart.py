@@ -10,6 +10,7 @@ Other models, other schedules:
 
     python recipes/quickstart.py --model Qwen/Qwen2.5-0.5B-Instruct     # where a hub is reachable; a GPU is used
     python recipes/quickstart.py --schedule sync                        # the same work without running ahead
+    python recipes/quickstart.py --packed_forward off                   # padded, as in TRL: how much longer a step is
     python recipes/quickstart.py --engine vllm                          # a vLLM server, started and stopped with it
     python recipes/quickstart.py --engine vllm --vllm_server_urls http://localhost:8000
 """
@@ -53,6 +54,7 @@ def parse_arguments():
     parser.add_argument("--max_staleness", type=int, default=2)
     parser.add_argument("--schedule", default="async", choices=["async", "sync"])
     parser.add_argument("--learning_rate", type=float, default=2e-4)
+    parser.add_argument("--packed_forward", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--engine", default="transformers", choices=["transformers", "vllm"])
     parser.add_argument("--engine_device", help="such as cuda:1; by default the trainer's")
     parser.add_argument("--vllm_server_urls", nargs="+", help="running servers; none starts one")
@@ -141,6 +143,7 @@ def main():
         # asynchrony
         max_staleness=arguments.max_staleness,
         schedule=arguments.schedule,
+        packed_forward=arguments.packed_forward,
         engine=arguments.engine,
         engine_device=arguments.engine_device,
         engine_slots=None if arguments.vllm_server_urls else 16,
