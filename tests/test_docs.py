@@ -1,0 +1,89 @@
+"""README and docs name only what exists: links, files, tests, settings, and the metrics a run logs."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from trl_a3po import A3POConfig
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SETTINGS = [ROOT / "README.md", ROOT / "docs" / "settings.md", ROOT / "docs" / "training_forward.md"]
+FOLDERS = ("docs", "notebooks", "recipes", "tests", "trl_a3po")
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the page's headings."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@cache
+def tests_of(file: Path) -> set[str]:
+    return set(re.findall(r"^\s*def (test_\w+)\(", text_of(file), re.M))
+
+
+def rows(page: Path, first_header: str) -> list[list[str]]:
+    """The rows of every table of the page whose first column has this header."""
+    found, inside = [], False
+    for line in text_of(page).splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            inside = False
+        elif inside:
+            found.append(cells)
+        else:
+            inside = cells[0] == first_header
+    return [cells for cells in found if not set(cells[0]) <= set("-")]
+
+
+@pages
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@pages
+def test_files_that_are_named_exist(page):
+    for path in re.findall(rf"(?:^|[\s`(])((?:{'|'.join(FOLDERS)})/[\w./-]*\w)", text_of(page), re.M):
+        assert any((folder / path).exists() for folder in (ROOT, page.parent)) or "mine" in path, path
+
+
+def test_every_complaint_names_a_test_that_exists():
+    complaints = rows(ROOT / "docs" / "complaints.md", "reported")
+    assert len(complaints) > 40
+    for complaint, covered in complaints:
+        named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", covered)
+        assert named, complaint
+        for file, test in named:
+            assert test in tests_of(ROOT / "tests" / file), f"{file}::{test}"
+
+
+@pytest.mark.parametrize("page", SETTINGS, ids=lambda page: page.name)
+def test_settings_of_the_tables_are_fields(page):
+    fields = set(A3POConfig.__dataclass_fields__)
+    settings = [name for cells in rows(page, "setting") for name in re.findall(r"`([^`]+)`", cells[0])]
+    assert settings
+    previous = ""
+    for name in settings:
+        full = previous.rsplit("_", 1)[0] + name if name.startswith("_") else name
+        assert full in fields, name
+        previous = full
+
+
+def test_every_page_is_in_the_index():
+    index = text_of(ROOT / "docs" / "README.md")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index, page.name
