@@ -9,8 +9,9 @@ from tests.recipes.headers import RECIPES, ROOT, UNAVAILABLE, commands, launcher
 from trl_a3po.train import make_parser
 
 HEADERS = [(path.name, words) for path in RECIPES for words in commands(path.read_text())]
-README = [
-    words for words in commands((ROOT / "README.md").read_text()) if (ROOT / train_arguments(words)[0]).is_file()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROSE = [
+    words for page in PAGES for words in commands(page.read_text()) if (ROOT / train_arguments(words)[0]).is_file()
 ]
 
 
@@ -48,9 +49,9 @@ def test_a_command_of_a_recipe_can_be_parsed_and_fills_its_batches(name, words):
         assert (ROOT / words[words.index("--config_file") + 1]).is_file()
 
 
-def test_the_readmes_commands_can_be_parsed():
-    assert README
-    for words in README:
+def test_commands_of_readme_and_docs_can_be_parsed():
+    assert PROSE
+    for words in PROSE:
         parsed(words)
 
 
