@@ -72,6 +72,23 @@ def test_an_async_function_keeps_its_event_loop():
     assert loops[0] is loops[1]
 
 
+def test_it_closes_where_another_event_loop_runs_as_in_a_notebook():
+    loops = []
+
+    async def reward(completions, **kwargs):
+        loops.append(asyncio.get_running_loop())
+        return [0.0] * len(completions)
+
+    score = scorer(reward)
+
+    async def cell():
+        await asyncio.to_thread(score, group())
+        score.close()
+
+    asyncio.run(cell())
+    assert loops[0].is_closed()
+
+
 def test_an_object_with_an_async_call_is_awaited():
     class Judge:
         async def __call__(self, completions, **kwargs):

@@ -133,7 +133,10 @@ class RewardScorer:
         try:
             runner, self._runner = self._runner, None
             if runner is not None:
-                runner.close()
+                # In a thread: a notebook's main thread runs an event loop of its own, which allows no other beside it.
+                closer = threading.Thread(target=runner.close, name="a3po closing rewards", daemon=True)
+                closer.start()
+                closer.join(CLOSE_SECONDS)
         finally:
             self._one_at_a_time.release()
 
