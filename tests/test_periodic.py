@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 from tests.runs import COMPLETE, GENERATIONS, assert_same_gradients, build, complete_or_stop, logged, train_recorded
 from tests.tiny import WORDS, save_tiny_model
 from trl_a3po import A3POConfig, A3POTrainer
-from trl_a3po.checks import check_periodic, groups_per_take
+from trl_a3po.checks.schedule import check_periodic
 from trl_a3po.engines.protocol import GroupFailed
 from trl_a3po.errors import RewardError
 from trl_a3po.rollout.endings import GenerationFailed
@@ -73,7 +73,7 @@ class TakesRecorder(A3POTrainer):
 
     def _take(self):
         if isinstance(self.args.engine, ShufflingEngine):
-            self.args.engine.asked_for += groups_per_take(self.args)
+            self.args.engine.asked_for += self.args.groups_per_take
         rows = super()._take()
         self.taken.append(sorted({group.prompt.index for group, _ in self._taken}))
         return rows

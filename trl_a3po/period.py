@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 import torch
 
+STEP_NORMALIZED_LOSS_TYPES = ("dapo", "cispo", "vespo")  # divided by the tokens of the whole optimizer step
+
 
 class StepNormalizer:
     """Divides each micro-batch's loss by a guess of the period's tokens, and corrects for it once, by one factor on

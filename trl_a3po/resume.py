@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerState
 
-from trl_a3po.checks import groups_per_take
 from trl_a3po.distributed.team import Team
 from trl_a3po.errors import A3POError, CheckpointError
 from trl_a3po.rollout import checkpoint
@@ -308,11 +307,11 @@ def _plain_run(trainer, folder: Path) -> RunState:
         "%s was not saved by an A3POTrainer: the queue starts empty, and the prompts go on at row %d, where a run "
         "with the present settings would be.",
         folder,
-        takes * groups_per_take(args),
+        takes * args.groups_per_take,
     )
     queue = QueueState(
         next_take=takes,
-        cursor=takes * groups_per_take(args),
+        cursor=takes * args.groups_per_take,
         published_version=version,
         last_taken_version=0,
         rejected_in_a_row=0,

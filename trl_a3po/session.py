@@ -24,18 +24,15 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.trainer.utils import RepeatSampler
 
-from trl_a3po.checks import check_prompt, check_prompt_ids, groups_per_batch, groups_per_take, sent_merged
+from trl_a3po.checks.data import check_prompt, check_prompt_ids
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.embedded.engine import TransformersEngine
 from trl_a3po.engines.protocol import Engine, SamplingSettings
 from trl_a3po.engines.several import SeveralEngines
 from trl_a3po.engines.vllm.engine import VLLMEngine
 from trl_a3po.errors import RewardError
-from trl_a3po.publish.collect import policy_parts, policy_spec
 from trl_a3po.publish.delivery import NUM_TEXTS, DeliveryCheck, KnownTokens, Policy
-from trl_a3po.publish.merged import merged_parts, merged_spec
-from trl_a3po.publish.partitioned import PartitionedPolicy
-from trl_a3po.publish.perturb import WholePolicy
+from trl_a3po.publish.trained import sent_spec
 from trl_a3po.report.progress import told
 from trl_a3po.resume import RunState
 from trl_a3po.rollout.group_filter import GroupFilter
@@ -91,7 +88,7 @@ class Session:
                 aggregation=args.multi_objective_aggregation,
                 on_group=trainer.on_group,
             ),
-            groups_per_batch=groups_per_take(args),
+            groups_per_batch=args.groups_per_take,
             num_rollouts=args.num_generations,
             max_staleness=args.staleness_bound,
             version_of_take=clock.version_of_take,
@@ -100,7 +97,7 @@ class Session:
             max_attempts=args.max_attempts,
             stall_timeout=args.stall_timeout,
             max_in_flight=groups_in_engine(args),
-            max_rejected_in_a_row=args.max_rejected_groups_in_a_row or 10 * groups_per_batch(args),
+            max_rejected_in_a_row=args.max_rejected_groups_in_a_row or 10 * args.groups_per_batch,
             score_threads=max(1, args.reward_workers),
             score_timeout=None if isinstance(self._scorer, RewardWorkers) else args.reward_timeout,
             interrupt_score=self._scorer.close if isinstance(self._scorer, RewardWorkers) else None,
@@ -109,7 +106,7 @@ class Session:
         )
         try:
             dtype = engine_dtype(args, model, trainer.accelerator.mixed_precision)
-            spec = (merged_spec if sent_merged(args, model) else policy_spec)(model, dtype)
+            spec = sent_spec(args, model, dtype)
             with told("starting the engine", shown):
                 self.engine.start(spec, sampling, policy.update(version, complete=True))
             self.published_version = self.publishes_counted_from = version
@@ -229,25 +226,6 @@ class Session:
                 self.engine.close()
             finally:
                 self._scorer.close()
-
-
-def zero_stage(trainer) -> int:
-    """DeepSpeed's ZeRO stage, 0 without DeepSpeed."""
-    return trainer.accelerator.state.deepspeed_plugin.zero_stage if trainer.is_deepspeed_enabled else 0
-
-
-def trained_policy(trainer) -> WholePolicy | PartitionedPolicy:
-    """The trainer's policy as a session publishes and checks it. Made by every process, at the same place."""
-    model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
-    parts = merged_parts if sent_merged(trainer.args, model) else policy_parts
-    if zero_stage(trainer) == 3:
-
-        def forward(input_ids: torch.Tensor, length: int) -> torch.Tensor:
-            ids = input_ids.to(accelerator.device)
-            return trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), length)[0]
-
-        return PartitionedPolicy(trainer._team, model, parts(model), forward)
-    return WholePolicy(model, parts)
 
 
 def reward_functions(trainer) -> list[Callable[..., Any] | None]:
@@ -416,7 +394,7 @@ def prompt_rows(trainer, first_row: int = 0) -> Iterator[dict[str, Any]]:
     """Dataset rows in GRPOTrainer's order, epoch after epoch, from number `first_row` on; an incomplete last batch of
     an epoch is left out."""
     args, dataset = trainer.args, trainer.train_dataset
-    groups = groups_per_batch(args)
+    groups = args.groups_per_batch
     if isinstance(dataset, IterableDataset):
         rows = _streamed_rows(dataset.shuffle(seed=args.seed) if trainer.shuffle_dataset else dataset, groups)
         rows = itertools.islice(rows, first_row, None)

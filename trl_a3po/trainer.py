@@ -30,32 +30,27 @@ from trl import GRPOTrainer
 
 from trl_a3po import objectives
 from trl_a3po._compat import check_trl_hooks
-from trl_a3po.checks import (
+from trl_a3po.checks.arguments import (
     argument_names,
     check_arguments,
-    check_columns,
-    check_completions,
-    check_dataset,
     check_on_group,
-    check_periodic,
-    check_policy,
     check_processing_class,
     check_reward_functions,
-    check_sharding,
-    check_some_reward,
-    check_trained_before,
-    groups_per_batch,
-    has_reward,
 )
-from trl_a3po.config import STEP_NORMALIZED_LOSS_TYPES, A3POConfig
+from trl_a3po.checks.completions import check_completions, check_some_reward, has_reward
+from trl_a3po.checks.data import check_columns, check_dataset
+from trl_a3po.checks.policy import check_policy, check_sharding, check_trained_before
+from trl_a3po.checks.schedule import check_periodic
+from trl_a3po.config import A3POConfig
 from trl_a3po.distributed.dealing import Row, dealt_rows, share_of
 from trl_a3po.distributed.team import Team
 from trl_a3po.distributed.watch import Watch
 from trl_a3po.forward.training import TrainingForward
 from trl_a3po.objectives import token_staleness
 from trl_a3po.objectives.stats import Tally
-from trl_a3po.period import StepNormalizer
+from trl_a3po.period import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
 from trl_a3po.publish.collect import base_model
+from trl_a3po.publish.trained import trained_policy, zero_stage
 from trl_a3po.report.engine_gap import EngineGap
 from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.report.plan import trainer_plan
@@ -71,15 +66,7 @@ from trl_a3po.resume import (
 )
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.rollout.records import Group, Rollout
-from trl_a3po.session import (
-    Session,
-    engine_dtype,
-    engine_slots,
-    reward_functions,
-    sampling_settings,
-    trained_policy,
-    zero_stage,
-)
+from trl_a3po.session import Session, engine_dtype, engine_slots, reward_functions, sampling_settings
 
 check_trl_hooks(GRPOTrainer)
 
@@ -190,7 +177,7 @@ class A3POTrainer(GRPOTrainer):
         super()._run_epoch(*args, **kwargs)
         if not self._running and self._resumed is None:  # Trainer would end such a run with a warning
             raise ValueError(
-                f"train_dataset holds fewer than the {groups_per_batch(self.args)} prompts of one generation batch: "
+                f"train_dataset holds fewer than the {self.args.groups_per_batch} prompts of one generation batch: "
                 "give it more rows, or set a smaller generation_batch_size."
             )
 

@@ -18,7 +18,7 @@ FP32_BYTES = 4
 
 def config_plan(args: A3POConfig) -> str:
     """The plan as far as the configuration alone decides it."""
-    groups = args.generation_batch_size // args.num_generations
+    groups = args.groups_per_batch
     steps = args.optimizer_steps_per_generation
     bound = args.staleness_bound
     ahead = bound // steps

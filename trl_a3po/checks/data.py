@@ -1,0 +1,108 @@
+"""The data: datasets when the trainer is built, a prompt when it is tokenised.
+
+Guarantees: a row that cannot be sampled from is named; nothing is changed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from trl.data_utils import is_conversational
+
+from trl_a3po.config import A3POConfig
+
+
+def check_dataset(args: A3POConfig, dataset: Dataset | IterableDataset, tokenizer: Any) -> None:
+    """Raise `ValueError` for rows that cannot be prompts, and for fewer rows than one batch takes."""
+    check_columns("train_dataset", dataset)
+    groups = args.groups_per_batch
+    if isinstance(dataset, Dataset):
+        if len(dataset) < groups:
+            raise ValueError(
+                f"train_dataset has {len(dataset)} rows, fewer than the {groups} prompts of one generation batch "
+                f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}): use "
+                "more rows or a smaller batch."
+            )
+        check_prompt(dataset[0], tokenizer)
+    elif args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
+        raise ValueError(
+            f"train_dataset is a stream, and with steps_per_generation={args.steps_per_generation} and "
+            f"num_iterations={args.num_iterations} it may end inside an optimizer step, which cannot be planned for: "
+            "set steps_per_generation to a multiple of gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps}."
+        )
+
+
+def check_columns(name: str, dataset: Any) -> None:
+    """Raise `ValueError` for a dataset without prompts or with images; `name` is the trainer's argument."""
+    if isinstance(dataset, dict):
+        for key, part in dataset.items():
+            check_columns(f"{name}[{key!r}]", part)
+        return
+    columns = None if dataset is None else dataset.column_names
+    if columns is not None and "prompt" not in columns:
+        raise ValueError(
+            f"{name} has the columns {', '.join(sorted(columns))}, but no 'prompt': rename the column that holds the "
+            "prompt, as text or as a list of messages."
+        )
+    if columns is not None and {"image", "images"} & set(columns):
+        raise ValueError(f"{name} has images, which are not supported yet: remove the column.")
+
+
+def check_prompt(row: dict[str, Any], tokenizer: Any) -> None:
+    """Raise `ValueError` unless the row's `prompt` is text, or messages of text that the tokenizer has a template
+    for."""
+    if "prompt" not in row:
+        raise ValueError(f"A row of train_dataset has the columns {', '.join(sorted(row))}, but no 'prompt'.")
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return
+    if not isinstance(prompt, list) or not prompt or not is_conversational(row):
+        raise ValueError(
+            f"The prompt {_short(prompt)} is neither text nor a list of messages with 'role' and 'content': repair or "
+            f"remove the row {_short(row)}."
+        )
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "The prompts are lists of messages, but the tokenizer has no chat_template to write them with: set "
+            "processing_class.chat_template, or give the prompts as text."
+        )
+    parts = [part for message in prompt if isinstance(message["content"], list) for part in message["content"]]
+    other = {part["type"] for part in parts if part["type"] != "text"}
+    if other:
+        raise ValueError(
+            f"A message holds {', '.join(sorted(other))} beside text, which is not supported yet: remove the row "
+            f"{_short(row)}."
+        )
+
+
+def check_prompt_ids(token_ids: Sequence[int], row: dict[str, Any], args: A3POConfig, config: Any) -> None:
+    """Raise `ValueError` for a prompt without tokens, or one that does not fit the model's context or vocabulary."""
+    if not token_ids:
+        raise ValueError(
+            "A prompt is empty after tokenisation, and nothing can be sampled from it: repair or remove the row "
+            f"{_short(row)}."
+        )
+    context, limit = getattr(config, "max_position_embeddings", None), args.engine_max_prompt_tokens
+    if context is not None and len(token_ids) + args.max_completion_length > context:
+        raise ValueError(
+            f"A prompt of {len(token_ids)} tokens and max_completion_length={args.max_completion_length} do not fit "
+            f"into the model's context of {context} tokens: shorten or remove the row {_short(row)}, or lower "
+            "max_completion_length."
+        )
+    if limit is not None and len(token_ids) > limit:
+        raise ValueError(
+            f"A prompt has {len(token_ids)} tokens, more than engine_max_prompt_tokens={limit}: raise it, or shorten "
+            f"or remove the row {_short(row)}."
+        )
+    if not 0 <= min(token_ids) <= max(token_ids) < config.vocab_size:
+        raise ValueError(
+            f"The tokenizer gives token ids from {min(token_ids)} to {max(token_ids)}, but the model's vocabulary is "
+            f"0 to {config.vocab_size - 1}: pass the model's own tokenizer as processing_class. The row: "
+            f"{_short(row)}."
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "…"

@@ -1,0 +1,80 @@
+"""The policy and the launch: what an engine can be given, sampled from and trained beside.
+
+Guarantees: nothing is changed; a forward of four tokens is all it costs.
+"""
+
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from trl_a3po.config import A3POConfig
+from trl_a3po.engines.embedded.forward import check_architecture
+from trl_a3po.engines.embedded.sampling import check_sampling
+from trl_a3po.engines.protocol import SamplingSettings
+from trl_a3po.engines.vllm.completions import logprobs_modes
+from trl_a3po.publish.perturb import evaluating
+from trl_a3po.publish.trained import sent_spec
+
+
+def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling: SamplingSettings) -> None:
+    """Raise `ValueError` for a policy that the engine cannot be given, or cannot sample from with these settings."""
+    sent_spec(args, model, model.dtype)
+    config = model.config.get_text_config()
+    check_sampling(sampling, config.vocab_size)
+    if args.engine == "vllm":
+        logprobs_modes(sampling)
+    if args.engine == "transformers":
+        check_architecture(model, deterministic=args.deterministic)
+    context, longest = getattr(config, "max_position_embeddings", None), args.engine_max_prompt_tokens
+    if context is not None and longest is None and args.max_completion_length >= context:
+        raise ValueError(
+            f"max_completion_length={args.max_completion_length} leaves no room for a prompt in the model's context "
+            f"of {context} tokens: set it to {context} less the length of your longest prompt."
+        )
+    if context is not None and longest is not None and longest + args.max_completion_length > context:
+        raise ValueError(
+            f"max_completion_length={args.max_completion_length} with prompts of up to {longest} tokens does not fit "
+            f"into the model's context of {context} tokens: lower max_completion_length or engine_max_prompt_tokens."
+        )
+    _check_left_padding(model, config)
+
+
+def check_sharding(is_fsdp_enabled: bool) -> None:
+    """Raise `ValueError` for a way to spread the weights that nothing here can gather."""
+    if is_fsdp_enabled:
+        raise ValueError(
+            "The run was launched with FSDP, whose shards cannot be published to an engine yet: launch it with DDP or "
+            "DeepSpeed ZeRO (recipes/accelerate_configs)."
+        )
+
+
+def check_trained_before(trained_before: bool, is_deepspeed_enabled: bool) -> None:
+    """Raise `ValueError` for a second `train()` on an engine of DeepSpeed's that accelerate has let go of."""
+    if trained_before and is_deepspeed_enabled:
+        raise ValueError(
+            "train() was called a second time under DeepSpeed, whose engine does not outlive the first: make a new "
+            "A3POTrainer, with resume_from_checkpoint to go on."
+        )
+
+
+@torch.no_grad()
+def _check_left_padding(model: PreTrainedModel | PeftModel, config: Any) -> None:
+    """TRL trains on prompts padded on the left and leaves positions to the model, while an engine samples without
+    padding: with learned positions their log-probs have nothing in common, without an error anywhere."""
+    if any("rope" in name or "rotary" in name for name in config.to_dict()):
+        return
+    ids = torch.arange(4, device=model.device)[None] % config.vocab_size
+    padded = torch.cat([torch.zeros_like(ids), ids], dim=1)
+    mask = torch.cat([torch.zeros_like(ids), torch.ones_like(ids)], dim=1)
+    with evaluating(model):
+        plain = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -1].float().log_softmax(-1)
+        shifted = model(input_ids=padded, attention_mask=mask).logits[:, -1].float().log_softmax(-1)
+    gap = (plain - shifted).abs().max().item()
+    if gap > (1e-3 if model.dtype == torch.float32 else 0.1):
+        raise ValueError(
+            f"A {config.model_type!r} model gives other log-probs when a prompt is padded on the left (by up to "
+            f"{gap:.2g}), as TRL's training forward pads it and the engine does not: use a model whose positions are "
+            "rotary or follow the attention mask."
+        )
