@@ -200,6 +200,7 @@ def test_a_hanging_async_reward_ends_in_the_report_too(model_path, tmp_path):
 
     with pytest.raises(StallError, match=r"stall_timeout.*'hangs'.*set reward_workers=1 or more and a reward_timeout"):
         build(model_path, tmp_path, reward_funcs=hangs, stall_timeout=1.0).train()
+    assert "a3po reward thread" not in [thread.name for thread in threading.enumerate()]  # the wait is cancelled
 
 
 @pytest.mark.parametrize("limit", ["reward_timeout", "stall_timeout"])

@@ -509,7 +509,7 @@ def test_callbacks_may_evaluate_read_and_steer_in_any_order(model_path, tmp_path
     assert sum(ours for ours, _ in reads.seen) == 4
 
 
-def test_a_callback_that_stops_the_training_ends_the_run_and_the_engine(model_path, tmp_path):
+def test_a_callback_that_stops_the_training_ends_the_run_and_the_engine(model_path, tmp_path, background):
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = state.global_step == 2
@@ -523,9 +523,15 @@ def test_a_callback_that_stops_the_training_ends_the_run_and_the_engine(model_pa
 # --- again --------------------------------------------------------------------------------------------------------
 
 
-def background() -> list[str]:
-    """What this package has left running in this process, and beside it."""
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("a3po")]
+@pytest.fixture
+def background():
+    """What a test has left running of this package, in this process and beside it."""
+    before = set(threading.enumerate())
+    return lambda: left_running(before)
+
+
+def left_running(before: set[threading.Thread]) -> list[str]:
+    threads = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("a3po")]
     children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True)
     return threads + [line for line in children.stdout.splitlines() if "trl_a3po" in line]
 
@@ -544,7 +550,7 @@ class Interrupts(TrainerCallback):
 
 
 @pytest.mark.parametrize("moment", ["on_substep_end", "on_pre_optimizer_step", "on_log"])
-def test_after_ctrl_c_nothing_is_left_and_training_starts_again(model_path, tmp_path, moment):
+def test_after_ctrl_c_nothing_is_left_and_training_starts_again(model_path, tmp_path, moment, background):
     engine = StubEngine(COMPLETE)
     trainer = build(model_path, tmp_path, callbacks=[Interrupts(moment)], engine=engine, num_iterations=2)
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
@@ -557,7 +563,7 @@ def test_after_ctrl_c_nothing_is_left_and_training_starts_again(model_path, tmp_
     assert_same_gradients(again, train_recorded(build(model_path, tmp_path, num_iterations=2)))
 
 
-def test_ctrl_c_while_waiting_for_the_engine_ends_the_wait(model_path, tmp_path):
+def test_ctrl_c_while_waiting_for_the_engine_ends_the_wait(model_path, tmp_path, background):
     class NeverFinishes(StubEngine):
         stuck = True
 
@@ -580,7 +586,7 @@ def test_ctrl_c_while_waiting_for_the_engine_ends_the_wait(model_path, tmp_path)
     assert trainer.train().global_step == 4
 
 
-def test_ctrl_c_with_the_engines_process_and_again(model_path, tmp_path):
+def test_ctrl_c_with_the_engines_process_and_again(model_path, tmp_path, background):
     """With the engine's own process: a second run in the same trainer begins with the weights of that moment."""
     trainer = build(
         model_path, tmp_path, engine="transformers", engine_slots=4, engine_threads=1, max_staleness=2,
@@ -605,7 +611,7 @@ def test_an_optimizer_of_the_users_own_trains_as_in_grpo(model_path, tmp_path):
     assert_same_gradients(gradients[1], gradients[0])
 
 
-def test_a_second_training_goes_on_with_the_trained_weights(model_path, tmp_path):
+def test_a_second_training_goes_on_with_the_trained_weights(model_path, tmp_path, background):
     settings = {"lr_scheduler_type": "constant", "max_steps": 2}
     theirs = build(model_path, tmp_path, ScriptedGRPOTrainer, **settings)
     mine = build(model_path, tmp_path, **settings)

@@ -100,7 +100,7 @@ class Session:
             max_rejected_in_a_row=args.max_rejected_groups_in_a_row or 10 * args.groups_per_batch,
             score_threads=max(1, args.reward_workers),
             score_timeout=None if isinstance(self._scorer, RewardWorkers) else args.reward_timeout,
-            interrupt_score=self._scorer.close if isinstance(self._scorer, RewardWorkers) else None,
+            interrupt_score=self._scorer.close if isinstance(self._scorer, RewardWorkers) else self._scorer.interrupt,
             describe_score=self._scorer.describe,
             while_waiting=trainer._team.keep_waiting,
         )

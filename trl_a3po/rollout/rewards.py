@@ -3,7 +3,7 @@
 Guarantees: each function is called once per group, with the keyword arguments GRPOTrainer documents; synchronous and
 `async def` functions keep their state between calls (same process, same event loop); what they return is one finite
 number or `None` per completion, or a `RewardError` names the function and what it did. A function that hangs holds
-the thread that called it, and nobody else for longer than `score_all`'s limit.
+the thread that called it, and nobody else for longer than `score_all`'s limit; `interrupt` ends it if it is awaited.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -54,6 +54,7 @@ class RewardScorer:
         self._limit_name = "stall_timeout" if timeout is None else "reward_timeout"
         self._limit = stall_timeout if timeout is None else timeout
         self._runner: asyncio.Runner | None = None
+        self._awaited: asyncio.Task | None = None  # the `async def` functions at work
         self._one_at_a_time = threading.Lock()
         self._began: float | None = None  # with the group being scored
         self._running: list[int] = []  # the columns being computed
@@ -126,6 +127,13 @@ class RewardScorer:
         thread.start()
         return [self._result(future, while_waiting) for future in futures]
 
+    def interrupt(self) -> None:
+        """End the `async def` functions that are being awaited, with a `RewardError`; one that is not cannot be ended.
+        From any thread; before `close`."""
+        awaited = self._awaited
+        if awaited is not None:
+            awaited.get_loop().call_soon_threadsafe(awaited.cancel)
+
     def close(self) -> None:
         """Close the event loop of the `async def` functions, if one was started and none is hanging. Idempotent."""
         if not self._one_at_a_time.acquire(timeout=CLOSE_SECONDS):
@@ -173,13 +181,22 @@ class RewardScorer:
         if pending:
             self._running = list(pending)
 
-            async def gather():
-                return await asyncio.gather(*(func(**kwargs) for func in pending.values()), return_exceptions=True)
-
             if self._runner is None:
                 self._runner = asyncio.Runner()
-            for i, result in zip(pending, self._runner.run(gather()), strict=True):
+            try:
+                results = self._runner.run(self._gather([func(**kwargs) for func in pending.values()]))
+            except asyncio.CancelledError:
+                names = " and ".join(f"'{self._names[i]}'" for i in pending)
+                raise RewardError(f"The reward function {names} was being awaited when the run ended.") from None
+            for i, result in zip(pending, results, strict=True):
                 yield i, self._guarded(i, lambda result=result: _value_or_raise(result))
+
+    async def _gather(self, awaitables: list[Awaitable[Any]]) -> list[Any]:
+        self._awaited = asyncio.current_task()
+        try:
+            return await asyncio.gather(*awaitables, return_exceptions=True)
+        finally:
+            self._awaited = None
 
     def _guarded(self, column: int, call: Callable[[], Any]) -> Any:
         try:
