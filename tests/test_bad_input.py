@@ -15,7 +15,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    BitsAndBytesConfig,
     GPT2Config,
     MambaConfig,
     OPTConfig,
@@ -197,12 +196,6 @@ BUILT = {
         lambda: model_of(AutoModelForCausalLM, GPT2Config(
             vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=1, n_head=4, eos_token_id=1, bos_token_id=None)),
         {}, ValueError, "A 'gpt2' model gives other log-probs when a prompt is padded on the left"),
-    "a quantised model": (
-        None, {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, ValueError,
-        "quantization_config is set, but a quantised policy cannot be rebuilt in the engine yet"),
-    "a quantised model by its loading arguments": (
-        None, {"model_init_kwargs": {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}}, ValueError,
-        "quantization_config is set"),
     "a processor of images": (
         None, {"processing_class": Processor()}, ValueError,
         "processing_class is a Processor: multimodal models are not supported yet"),

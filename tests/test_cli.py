@@ -88,7 +88,7 @@ def test_a_run_goes_on_from_its_last_checkpoint(tmp_path):
         ({"dataset_function": None}, "set exactly one of them"),
         ({"reward_funcs": None}, "reward_funcs is empty"),
         ({"reward_funcs": "even_tokens"}, "'file.py:function'"),
-        ({"load_in_4bit": "true"}, "quantised"),
+        ({"load_in_4bit": "true"}, "without use_peft"),
         ({"model_name_or_path": None}, "model_name_or_path is not set"),
         ({"not_a_field": "1"}, "not_a_field"),
     ],

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from trl_a3po.config import A3POConfig
 from trl_a3po.recipe_parts import find_function, find_rewards
@@ -80,10 +80,10 @@ def train(
     """One run; `folders` are where files named in `script_args` are looked for."""
     if model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is not set: name a model, as a folder or on the hub.")
-    if model_args.load_in_4bit or model_args.load_in_8bit:
+    if (model_args.load_in_4bit or model_args.load_in_8bit) and not model_args.use_peft:
         raise ValueError(
-            "load_in_4bit or load_in_8bit is set, but a quantised policy cannot be rebuilt in the engine yet: leave "
-            "it out, and set dtype: bfloat16 and use_peft: true to save memory."
+            "load_in_4bit or load_in_8bit without use_peft: quantised weights cannot be trained. Set use_peft: true, "
+            "which trains an adapter on them."
         )
     rewards = find_rewards(script_args.reward_funcs or [], folders)
     if script_args.smoke:
@@ -102,6 +102,7 @@ def train(
         train_dataset=dataset,
         eval_dataset=held_out,
         peft_config=get_peft_config(model_args),
+        quantization_config=get_quantization_config(model_args),
     )
     resume = training_args.resume_from_checkpoint
     trainer.train({"true": True, "false": None}.get(str(resume).lower(), resume))  # a command line has only words

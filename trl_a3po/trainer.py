@@ -50,6 +50,7 @@ from trl_a3po.objectives import token_staleness
 from trl_a3po.objectives.stats import Tally
 from trl_a3po.period import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
 from trl_a3po.publish.collect import base_model
+from trl_a3po.publish.quantised import keep_trainable
 from trl_a3po.publish.trained import trained_policy, zero_stage
 from trl_a3po.report.engine_gap import EngineGap
 from trl_a3po.report.model_card import complete_model_card
@@ -127,6 +128,7 @@ class A3POTrainer(GRPOTrainer):
         check_processing_class(self.processing_class)
         check_dataset(args, self.train_dataset, self.processing_class)
         check_columns("eval_dataset", self.eval_dataset)
+        keep_trainable(self.accelerator.unwrap_model(self.model))
         check_policy(args, self.accelerator.unwrap_model(self.model), sampling_settings(args, self.generation_config))
         check_reward_functions(args, reward_functions(self), self.reward_func_names)
         self.on_group = on_group

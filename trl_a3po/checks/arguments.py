@@ -28,11 +28,6 @@ def check_arguments(model: Any, reward_funcs: Any, args: A3POConfig, others: dic
         if others.get(name):
             raise ValueError(f"{name} is not supported in asynchronous generation yet: {instead}, or use GRPOTrainer.")
     check_processing_class(others.get("processing_class"))
-    if others.get("quantization_config") is not None or "quantization_config" in (args.model_init_kwargs or {}):
-        raise ValueError(
-            "quantization_config is set, but a quantised policy cannot be rebuilt in the engine yet: leave it out and "
-            "load the model in bfloat16, with a LoRA peft_config to save memory."
-        )
     if not isinstance(model, str):
         _check_model_object(model)
     for func in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:

@@ -15,11 +15,14 @@ from trl_a3po.engines.embedded.sampling import check_sampling
 from trl_a3po.engines.protocol import SamplingSettings
 from trl_a3po.engines.vllm.completions import logprobs_modes
 from trl_a3po.publish.perturb import evaluating
+from trl_a3po.publish.quantised import is_quantised
 from trl_a3po.publish.trained import sent_spec
 
 
 def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling: SamplingSettings) -> None:
     """Raise `ValueError` for a policy that the engine cannot be given, or cannot sample from with these settings."""
+    if any(map(is_quantised, model.parameters())):
+        _check_quantised(args)
     sent_spec(args, model, model.dtype)
     config = model.config.get_text_config()
     check_sampling(sampling, config.vocab_size)
@@ -56,6 +59,20 @@ def check_trained_before(trained_before: bool, is_deepspeed_enabled: bool) -> No
         raise ValueError(
             "train() was called a second time under DeepSpeed, whose engine does not outlive the first: make a new "
             "A3POTrainer, with resume_from_checkpoint to go on."
+        )
+
+
+def _check_quantised(args: A3POConfig) -> None:
+    if args.vllm_server_urls:
+        raise ValueError(
+            f"vllm_server_urls={args.vllm_server_urls!r} with a quantised model: these servers hold other weights "
+            "than those that are trained on. Leave vllm_server_urls out, and the trainer starts a server with the "
+            "quantised weights, dequantised; or load the model in bfloat16."
+        )
+    if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
+        raise ValueError(
+            "A quantised model under DeepSpeed's ZeRO-3, which does not partition quantised weights: use ZeRO-2, or "
+            "load the model in bfloat16."
         )
 
 

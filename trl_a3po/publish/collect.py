@@ -12,11 +12,13 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trl_a3po.forward.attention import plain_implementation
 from trl_a3po.publish.parts import Part, whole_update
 from trl_a3po.publish.policy import PolicySpec, WeightUpdate
+from trl_a3po.publish.quantised import dequantised, drop_quantisation, is_quantised
 from trl_a3po.publish.replica import named_weights
 
 
@@ -24,14 +26,16 @@ def policy_spec(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Polic
     """What an engine needs to build a replica of `model` that runs in `dtype`.
 
     Raises:
-        ValueError: the model is quantised, or its adapter works on the prompt instead of the weights.
+        ValueError: the model is quantised otherwise than to bitsandbytes' 4 bits, or its adapter works on the prompt
+            instead of the weights.
     """
     base = base_model(model)
     for name, parameter in base.named_parameters():
-        if not parameter.is_floating_point():
+        if not (parameter.is_floating_point() or is_quantised(parameter)):
             raise ValueError(
-                f"{name!r} is stored as {parameter.dtype}: a quantised policy cannot be rebuilt from its "
-                "configuration in the engine. Load the model in float32, bfloat16 or float16."
+                f"{name!r} is stored as {parameter.dtype}, which an engine cannot compute with as training does: "
+                "quantise with BitsAndBytesConfig(load_in_4bit=True), or load the model in float32, bfloat16 or "
+                "float16."
             )
     config = plain_config(base)
     if not isinstance(model, PeftModel):
@@ -53,14 +57,19 @@ def plain_config(base: PreTrainedModel) -> PreTrainedConfig:
     """A copy of a model's configuration without what the training forward set for itself."""
     config = copy.deepcopy(base.config)
     config._attn_implementation = plain_implementation(config._attn_implementation)
+    drop_quantisation(config)
     return config
 
 
 def policy_parts(model: PreTrainedModel | PeftModel) -> dict[str, Part]:
-    """What an update of `model` consists of: every parameter and persistent buffer as it is. Adapters other than the
-    active one (a reference policy) are left out."""
+    """What an update of `model` consists of: every parameter and persistent buffer as it is, or dequantised. Adapters
+    other than the active one (a reference policy) are left out."""
     others = _other_adapters(model)
-    return {name: Part.as_it_is(weight) for name, weight in named_weights(model).items() if not _belongs(name, others)}
+    weights = {name: weight for name, weight in named_weights(model).items() if not _belongs(name, others)}
+    return {
+        name: dequantised(_owner(model, name)) if is_quantised(weight) else Part.as_it_is(weight)
+        for name, weight in weights.items()
+    }
 
 
 def collect_weights(model: PreTrainedModel | PeftModel, version: int, *, complete: bool) -> WeightUpdate:
@@ -87,6 +96,11 @@ def active_adapter(model: PeftModel) -> str:
             "`model.set_adapter(name)` first."
         )
     return adapters[0]
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """The module whose parameter `name` is."""
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _other_adapters(model: PreTrainedModel | PeftModel) -> set[str]:

@@ -1,12 +1,13 @@
 """What an update consists of, before anything is gathered or computed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from trl_a3po.publish.policy import WeightUpdate
+from trl_a3po.publish.policy import GatheredTensors, WeightUpdate
 
 
 @dataclass(frozen=True)
@@ -17,11 +18,14 @@ class Part:
         changes: whether training changes it.
         sources: the trained module's tensors it is made of, the one whose shape and dtype it has first.
         value: makes it, detached, from the sources as they are when it is called.
+        stored_otherwise: a tensor of its shape and dtype, whose values mean nothing, where its source has others (a
+            quantised weight). Such a weight does not change, and exists only while an engine is at it.
     """
 
     changes: bool
     sources: tuple[torch.Tensor, ...]
     value: Callable[[], torch.Tensor]
+    stored_otherwise: torch.Tensor | None = None
 
     @classmethod
     def as_it_is(cls, tensor: torch.Tensor) -> "Part":
@@ -36,8 +40,18 @@ def whole_update(parts: Mapping[str, Part], version: int, *, complete: bool) -> 
     Args:
         complete: every part; otherwise those that training changes.
     """
-    tensors = {name: part.value() for name, part in parts.items() if complete or part.changes}
-    return WeightUpdate(version, tensors, complete)
+    wanted = {name: part for name, part in parts.items() if complete or part.changes}
+    tensors = {name: part.value() for name, part in wanted.items() if part.stored_otherwise is None}
+    others = {name: part.stored_otherwise for name, part in wanted.items() if part.stored_otherwise is not None}
+    if not others:
+        return WeightUpdate(version, tensors, complete)
+
+    @contextmanager
+    def made(names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+        yield {name: wanted[name].value() if name in others else tensors[name] for name in names}
+
+    one_by_one = [list(tensors), *([name] for name in others)]
+    return WeightUpdate(version, GatheredTensors(tensors | others, one_by_one, made), complete)
 
 
 def full_shape(tensor: torch.Tensor) -> torch.Size:
