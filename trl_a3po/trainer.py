@@ -55,19 +55,13 @@ from trl_a3po.publish.trained import trained_policy, zero_stage
 from trl_a3po.report.engine_gap import EngineGap
 from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.report.plan import trainer_plan
-from trl_a3po.resume import (
-    RunState,
-    begin_run,
-    choose_checkpoint,
-    load_run,
-    named_on_error,
-    rotation_held,
-    save_run,
-    written_whole,
-)
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.rollout.records import Group, Rollout
-from trl_a3po.session import Session, engine_dtype, engine_slots, reward_functions, sampling_settings
+from trl_a3po.session import Session
+from trl_a3po.session.engine import engine_dtype, engine_slots, sampling_settings
+from trl_a3po.session.resuming import RunState, begin_run, choose_checkpoint, load_run
+from trl_a3po.session.rewards import reward_functions
+from trl_a3po.session.saving import named_on_error, rotation_held, save_run, written_whole
 
 check_trl_hooks(GRPOTrainer)
 

@@ -1,0 +1,69 @@
+"""The prompts of a run: rows of the trainer's dataset, tokenised as TRL does.
+
+Guarantees: rows come in GRPOTrainer's order for the same seed, also to a run that goes on in the middle; none is read
+before it is asked for.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from datasets import IterableDataset
+from trl.trainer.utils import RepeatSampler
+
+from trl_a3po.checks.data import check_prompt, check_prompt_ids
+
+
+def prompt_rows(trainer, first_row: int = 0) -> Iterator[dict[str, Any]]:
+    """Dataset rows in GRPOTrainer's order, epoch after epoch, from number `first_row` on; an incomplete last batch of
+    an epoch is left out."""
+    args, dataset = trainer.args, trainer.train_dataset
+    groups = args.groups_per_batch
+    if isinstance(dataset, IterableDataset):
+        rows = _streamed_rows(dataset.shuffle(seed=args.seed) if trainer.shuffle_dataset else dataset, groups)
+        rows = itertools.islice(rows, first_row, None)
+    else:
+        sampler = RepeatSampler(
+            data_source=dataset,
+            mini_repeat_count=1,
+            batch_size=groups,
+            shuffle=trainer.shuffle_dataset,
+            seed=args.seed,
+        )
+        indices = itertools.chain.from_iterable(itertools.repeat(sampler))
+        rows = (dataset[index] for index in itertools.islice(indices, first_row, None))
+    for row in rows:
+        yield _used_columns(trainer, row)
+
+
+def tokenize_prompt(trainer, row: dict[str, Any]) -> list[int]:
+    """The prompt's tokens as TRL makes them.
+
+    Raises:
+        ValueError: the row's prompt is not one, or does not fit the model.
+    """
+    check_prompt(row, trainer.processing_class)
+    prompt_ids, _, _ = trainer._tokenize_prompts([row["prompt"]])
+    token_ids = list(prompt_ids[0])
+    check_prompt_ids(token_ids, row, trainer.args, trainer.model.config.get_text_config())
+    return token_ids
+
+
+def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, Any]]:
+    for epoch in itertools.count():
+        dataset.set_epoch(epoch)  # as the Trainer does: each epoch is shuffled anew
+        whole_batches, batch = 0, []
+        for row in dataset:
+            batch.append(row)
+            if len(batch) == groups:
+                yield from batch
+                whole_batches, batch = whole_batches + 1, []
+        if whole_batches == 0:
+            return
+
+
+def _used_columns(trainer, row: dict[str, Any]) -> dict[str, Any]:
+    if not trainer.args.remove_unused_columns:
+        return row
+    trainer._set_signature_columns_if_needed()
+    return {name: value for name, value in row.items() if name in trainer._signature_columns}
