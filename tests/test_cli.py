@@ -174,6 +174,13 @@ def test_the_bars_of_a_run_add_up_to_its_step_time():
     np.testing.assert_allclose(widths, [[2.5, 0.5, 1.0], [4.5, 0.5, 1.0]])
 
 
+def test_the_labels_of_runs_that_end_alike_stay_within_their_panel():
+    figure = runs_figure([(name, run_history(10)) for name in "abcd"])
+    staleness = next(axes for axes in figure.axes if axes.get_title(loc="left") == "Staleness")
+    heights = [text.xy[1] for text in staleness.texts if text.get_text().replace(".", "").isdigit()]
+    assert len(heights) == 4 and all(0 <= height <= staleness.get_ylim()[1] for height in heights)
+
+
 def test_a_run_without_a_panels_numbers_is_named_there():
     figure = runs_figure([("full", run_history(5)), ("grpo", [{"step": 1, "reward": 0.5}])])
     words = [text.get_text() for axes in figure.axes for text in axes.texts]

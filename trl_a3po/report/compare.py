@@ -159,6 +159,7 @@ def _ratio(axes: Axes, runs: list, name: str) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(axis="y", which="minor", length=0)
 
 
 def _tidy_empty(axes: Axes) -> None:

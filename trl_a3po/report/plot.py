@@ -285,13 +285,19 @@ def _ramp(count: int) -> list[str]:
 
 
 def _end_labels(axes: Axes, x: float, labels: list[tuple[str, float, str]], fontsize: int) -> None:
-    """Each line's word at its last point, moved apart where two would overlap."""
-    gap = 0.13 * np.ptp(axes.get_ylim())
-    lowest = -np.inf
+    """Each line's word at its last point; where two would overlap, moved apart within the axes."""
+    bottom, top = axes.get_ylim()
+    gap = 0.13 * (top - bottom)
+    lowest, places = -np.inf, []
     for word, y, colour in sorted(labels, key=lambda label: label[1]):
         lowest = max(y, lowest + gap)
+        places.append((word, lowest, colour))
+    highest = max(top, bottom + (len(places) - 1) * gap)
+    for word, y, colour in reversed(places):
+        y = min(y, highest)
+        highest = y - gap
         axes.annotate(
-            word, (x, lowest), xytext=(7, 0), textcoords="offset points", va="center", color=colour,
+            word, (x, y), xytext=(7, 0), textcoords="offset points", va="center", color=colour,
             fontsize=fontsize, fontweight="bold", annotation_clip=False,
             path_effects=[withStroke(linewidth=3, foreground="white")],
         )  # fmt: skip
