@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 NUMBERS = [str(number) for number in range(20)]
 WORDS = ["What", "is", "+", "?", "user", "assistant", "answer", "the", "boxed", ":"]
@@ -62,7 +62,7 @@ def smoke_reward(completion_ids, **kwargs) -> list[float]:
 
 
 def save_smoke_model(folder: Path) -> None:
-    """A random two-layer Qwen2 and its tokenizer."""
+    """A random two-layer Llama and its tokenizer."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *WORDS, *NUMBERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -72,7 +72,7 @@ def save_smoke_model(folder: Path) -> None:
     )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
-    config = Qwen2Config(
+    config = LlamaConfig(
         vocab_size=len(vocabulary), hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=256, bos_token_id=None, eos_token_id=1, pad_token_id=0,
         initializer_range=0.3,

@@ -5,9 +5,11 @@ import math
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from tests.recipes.headers import RECIPES, UNAVAILABLE
 from trl_a3po.recipe_parts import NEED_MATH_VERIFY
+from trl_a3po.smoke import save_smoke_model
 from trl_a3po.train import run
 
 pytest.importorskip("math_verify", reason="the recipes' reward is math-verify's")
@@ -17,6 +19,13 @@ NEEDS_A_SERVER = {"vllm_same_machine", "vllm_elsewhere"}
 def weights(folder):
     (file,) = folder.glob("*.safetensors")
     return load_file(file)
+
+
+def test_the_tiny_model_reads_and_writes_whole_words(tmp_path):
+    save_smoke_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "user : What is 3 + 4 ? assistant : the answer is 7"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 @pytest.mark.timeout(240)
