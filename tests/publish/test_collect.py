@@ -1,5 +1,7 @@
 """A replica built from a spec and fed with updates computes what the trained module computes."""
 
+import weakref
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -208,3 +210,12 @@ def test_a_quantised_model_is_refused():
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match=r"'lm_head\.weight' is stored as torch\.int8"):
         policy_spec(model, torch.float32)
+
+
+def test_merged_weights_are_made_as_an_engine_goes_through_them():
+    made: list[weakref.ref] = []
+    for name, tensor in collect_merged(POLICIES["lora"](), 0).tensors.items():
+        if "_proj." in name:
+            assert sum(merged() is not None for merged in made) <= 1
+            made.append(weakref.ref(tensor))
+    assert len(made) == 14

@@ -1,7 +1,8 @@
 """`lora_sync="merged"`: the policy as a plain model, its LoRA adapter folded into the weights it sends.
 
 Guarantees: the trained module is only read. A merged weight is computed beside the base weight
-(`W + scale * B @ A`, or its DoRA form), never in place, so no rounding accumulates in the weights being trained.
+(`W + scale * B @ A`, or its DoRA form), never in place, so no rounding accumulates in the weights being trained; while
+an engine goes through an update, it and the one before it exist.
 """
 
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ def merged_spec(model: PeftModel, dtype: torch.dtype) -> PolicySpec:
 
 
 def merged_parts(model: PeftModel) -> dict[str, Part]:
-    """What an update of `model` consists of, by the names of the plain base model. Merged weights are new tensors, the
+    """What an update of `model` consists of, by the names of the plain base model. Merged weights are made anew, the
     others live views; a tied pair that is still one is listed once."""
     adapter = active_adapter(model)
     parts: dict[str, Part] = {}
@@ -84,9 +85,9 @@ def _walk_lora(layer: Linear | Embedding, path: str, adapter: str) -> Iterator:
     sources = tuple(layer.parameters())
     for name, tensor in _own(layer.get_base_layer()):
         if adapted and name == "weight":
-            yield f"{path}{name}", None, Part(True, (tensor, *sources), lambda: _merged_weight(layer, adapter))
+            yield f"{path}{name}", None, Part(True, (tensor, *sources), lambda: _merged_weight(layer, adapter), tensor)
         elif adapted and name == "bias" and layer.lora_bias[adapter]:
-            yield f"{path}{name}", None, Part(True, (tensor, *sources), lambda: _merged_bias(layer, adapter))
+            yield f"{path}{name}", None, Part(True, (tensor, *sources), lambda: _merged_bias(layer, adapter), tensor)
         else:
             yield f"{path}{name}", tensor, Part.as_it_is(tensor)
 

@@ -17,15 +17,15 @@ class Part:
     Args:
         changes: whether training changes it.
         sources: the trained module's tensors it is made of, the one whose shape and dtype it has first.
-        value: makes it, detached, from the sources as they are when it is called.
-        stored_otherwise: a tensor of its shape and dtype, whose values mean nothing, where its source has others (a
-            quantised weight). Such a weight does not change, and exists only while an engine is at it.
+        value: makes it, detached, from the module as it is when it is called.
+        like: a tensor of its shape and dtype, whose values mean nothing, if `value` makes a new tensor: it then exists
+            only while an engine is at it.
     """
 
     changes: bool
     sources: tuple[torch.Tensor, ...]
     value: Callable[[], torch.Tensor]
-    stored_otherwise: torch.Tensor | None = None
+    like: torch.Tensor | None = None
 
     @classmethod
     def as_it_is(cls, tensor: torch.Tensor) -> "Part":
@@ -34,24 +34,31 @@ class Part:
         return cls(changes, (tensor,), tensor.detach)
 
 
-def whole_update(parts: Mapping[str, Part], version: int, *, complete: bool) -> WeightUpdate:
-    """The update of a module whose tensors are all in this process: live views, or new tensors where computed.
+def whole_update(
+    parts: Mapping[str, Part],
+    version: int,
+    *,
+    complete: bool,
+    within: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda value: value(),
+) -> WeightUpdate:
+    """The update of a module whose tensors are all in this process: live views, and weights made one at a time.
 
     Args:
         complete: every part; otherwise those that training changes.
+        within: calls a part's `value` while the module is what the update is of.
     """
     wanted = {name: part for name, part in parts.items() if complete or part.changes}
-    tensors = {name: part.value() for name, part in wanted.items() if part.stored_otherwise is None}
-    others = {name: part.stored_otherwise for name, part in wanted.items() if part.stored_otherwise is not None}
-    if not others:
-        return WeightUpdate(version, tensors, complete)
+    views = {name: part.value() for name, part in wanted.items() if part.like is None}
+    made = {name: part.like for name, part in wanted.items() if part.like is not None}
+    if not made:
+        return WeightUpdate(version, views, complete)
 
     @contextmanager
-    def made(names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-        yield {name: wanted[name].value() if name in others else tensors[name] for name in names}
+    def gather(names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+        yield {name: views[name] if name in views else within(wanted[name].value) for name in names}
 
-    one_by_one = [list(tensors), *([name] for name in others)]
-    return WeightUpdate(version, GatheredTensors(tensors | others, one_by_one, made), complete)
+    buckets = [list(views), *([name] for name in made)]
+    return WeightUpdate(version, GatheredTensors(views | made, buckets, gather), complete)
 
 
 def full_shape(tensor: torch.Tensor) -> torch.Size:

@@ -63,8 +63,15 @@ class WholePolicy:
         self._weights: dict[str, torch.Tensor] = {}
 
     def update(self, version: int, *, complete: bool = False) -> WeightUpdate:
+        weights = self._weights
+
+        def within(value: Callable[[], torch.Tensor]) -> torch.Tensor:
+            return with_weights(self._model, weights, lambda _: value())
+
         return with_weights(
-            self._model, self._weights, lambda model: whole_update(self._parts(model), version, complete=complete)
+            self._model,
+            weights,
+            lambda model: whole_update(self._parts(model), version, complete=complete, within=within),
         )
 
     def logps(

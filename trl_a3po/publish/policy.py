@@ -68,7 +68,7 @@ class GatheredTensors(Mapping[str, torch.Tensor]):
         self,
         specs: Mapping[str, torch.Tensor],
         buckets: Sequence[Sequence[str]],
-        gather: Callable[[Sequence[str]], AbstractContextManager[Mapping[str, torch.Tensor]]],
+        gather: Callable[[Sequence[str]], AbstractContextManager[dict[str, torch.Tensor]]],
     ):
         self.specs = specs
         self._buckets = buckets
@@ -79,7 +79,7 @@ class GatheredTensors(Mapping[str, torch.Tensor]):
         for names in self._buckets:
             with self._gather(names) as tensors:
                 for name in names:
-                    yield name, tensors[name]
+                    yield name, tensors.pop(name)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.specs:

@@ -1,6 +1,7 @@
 """Weights that bitsandbytes stores in 4 bits, as an engine gets them: dequantised, as training multiplies by them.
 
-Guarantees: what is trained stays quantised; in this process one dequantised weight exists at a time.
+Guarantees: what is trained stays quantised; while an engine goes through an update, one dequantised weight and the one
+before it exist in this process.
 """
 
 import torch
