@@ -101,6 +101,8 @@ REFUSED = [
     ({"engine": "vllm", "deterministic": True, "engine_max_prompt_tokens": 8}, "deterministic=True cannot hold"),
     ({"engine": "vllm", "vllm_server_urls": ["localhost:8000"]}, "'localhost:8000': set URLs such as"),
     ({"engine": "vllm", "vllm_server_urls": ["http://a:1"], "engine_slots": 4}, "--max-num-seqs 4"),
+    ({"engine": "vllm", "vllm_server_urls": ["http://a:1", "http://a:1/v1"]}, "names http://a:1 twice"),
+    ({"engine": "vllm", "vllm_server_urls": ["http://me:secret@a:1"]}, "set the environment variable VLLM_API_KEY"),
     ({"vllm_server_urls": ["http://a:1"]}, "set engine='vllm'"),
     ({"engine": "vllm", "vllm_tensor_parallel_size": 2}, "--tensor-parallel-size"),
     ({"engine": "vllm", "vllm_structured_outputs_regex": "a+"}, "completions are not constrained"),

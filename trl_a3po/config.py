@@ -27,7 +27,7 @@ CHOICES = {
     "kv_on_publish": ("keep", "recompute"),
     "lora_sync": ("adapter", "merged"),
     "packed_forward": ("auto", "on", "off"),
-    "vllm_weight_transfer": ("auto", "disk", "nccl"),
+    "vllm_weight_transfer": ("auto", "disk", "nccl", "ipc"),
     "shared_prompt": ("auto", "on", "off"),
 }
 
@@ -106,9 +106,11 @@ class A3POConfig(GRPOConfig):
         kv_on_publish (`str`, *optional*, defaults to `"keep"`):
             What happens to sequences in flight when weights change: `"keep"` their cache or `"recompute"` it.
         deterministic (`bool`, *optional*, defaults to `False`):
-            Tokens and log-probs of a completion independent, bit for bit, of what else is generated. Slower.
+            Tokens and log-probs of a completion independent, bit for bit, of what else is generated. Slower. With
+            `engine="vllm"` it needs servers on GPUs with `VLLM_BATCH_INVARIANT=1`.
         engine_max_prompt_tokens (`int`, *optional*):
-            Longest prompt the engine accepts. Needed with `deterministic`, which pads every prompt to it.
+            Longest prompt the engine accepts. Needed by the transformers engine with `deterministic`, which pads every
+            prompt to it.
         lora_sync (`str`, *optional*, defaults to `"adapter"`):
             Publish the adapter alone, or `"merged"` weights, merged out of place.
         delivery_check_steps (`int`, *optional*, defaults to `50`):
@@ -117,8 +119,9 @@ class A3POConfig(GRPOConfig):
         vllm_server_urls (`list[str]`, *optional*):
             Running vLLM servers to generate with. None has the trainer start one on `engine_device`.
         vllm_weight_transfer (`str`, *optional*, defaults to `"auto"`):
-            How whole weights reach the servers: `"disk"`, `"nccl"`, or `"auto"`, which is NCCL where the servers were
-            started for it and the trainer is on a GPU. An adapter goes by disk.
+            How whole weights reach the servers: `"disk"`, `"nccl"` (from the trainer's GPU to others), `"ipc"` (CUDA
+            IPC, on the trainer's GPU itself), or `"auto"`, which is the one of these two that the servers were started
+            for where that is possible, and what fits the devices of a server started here. An adapter goes by disk.
         vllm_weights_dir (`str`, *optional*):
             Folder for weights on their way to the servers, which must be able to read it. By default
             `output_dir/vllm`.
@@ -304,13 +307,15 @@ class A3POConfig(GRPOConfig):
         default=False,
         metadata={
             "help": "Make a completion's tokens and log-probs independent, bit for bit, of what else is generated at "
-            "the same time, on one machine and thread count. Slower."
+            "the same time, on one machine and thread count. Slower. With engine='vllm' it needs servers on GPUs that "
+            "were started with VLLM_BATCH_INVARIANT=1."
         },
     )
     engine_max_prompt_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Longest prompt the engine accepts. Needed with deterministic=True, which pads every prompt to it."
+            "help": "Longest prompt the engine accepts. Needed with deterministic=True and engine='transformers', "
+            "which pads every prompt to it."
         },
     )
     lora_sync: str = field(
@@ -336,8 +341,10 @@ class A3POConfig(GRPOConfig):
     vllm_weight_transfer: str = field(
         default="auto",
         metadata={
-            "help": "How whole weights reach the vLLM servers: 'disk', 'nccl', or 'auto', which is NCCL where the "
-            "servers were started for it and the trainer is on a GPU. An adapter goes by disk.",
+            "help": "How whole weights reach the vLLM servers: 'disk', 'nccl' (from the trainer's GPU to others), "
+            "'ipc' (CUDA IPC, on the trainer's GPU itself), or 'auto', which is the one of these two that the servers "
+            "were started for where that is possible, and what fits the devices of a server started here. An adapter "
+            "goes by disk.",
             "choices": list(CHOICES["vllm_weight_transfer"]),
         },
     )

@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 import torch
 
+from trl_a3po.engines.vllm.http import server_url
+
 if TYPE_CHECKING:
     from trl_a3po.config import A3POConfig
 
@@ -37,7 +39,7 @@ def check_engine(config: "A3POConfig") -> None:
 
     _check_devices(config)
     _check_vllm(config)
-    if config.deterministic and config.engine_max_prompt_tokens is None:
+    if config.deterministic and config.engine != "vllm" and config.engine_max_prompt_tokens is None:
         raise ValueError(
             "deterministic=True pads every prompt to one length, which engine_max_prompt_tokens=None leaves open: "
             "set engine_max_prompt_tokens to the length of your longest prompt."
@@ -77,10 +79,11 @@ def _check_vllm(config: "A3POConfig") -> None:
                 "engine='vllm', or leave it out."
             )
         return
-    if config.deterministic:
+    device = next(iter(config.engine_devices), config.device.type)
+    if config.deterministic and not config.vllm_server_urls and device == "cpu":
         raise ValueError(
-            "deterministic=True cannot hold with engine='vllm', whose results depend on what it batches: set "
-            "engine='transformers' or deterministic=False."
+            "deterministic=True cannot hold with engine='vllm' on a CPU, where results depend on what is batched: "
+            "set engine_device to a GPU, engine='transformers' or deterministic=False."
         )
     for name, unset, instead in (
         ("vllm_structured_outputs_regex", None, "completions are not constrained"),
@@ -105,3 +108,14 @@ def _check_vllm(config: "A3POConfig") -> None:
     for url in config.vllm_server_urls or ():
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ValueError(f"vllm_server_urls holds {url!r}: set URLs such as 'http://localhost:8000'.")
+        if urlsplit(url).username is not None:
+            raise ValueError(
+                f"vllm_server_urls holds a user for {urlsplit(url).hostname}, which vLLM does not know: leave it "
+                "out, and set the environment variable VLLM_API_KEY to the server's --api-key."
+            )
+    servers = [server_url(url) for url in config.vllm_server_urls or ()]
+    if twice := sorted({url for url in servers if servers.count(url) > 1}):
+        raise ValueError(
+            f"vllm_server_urls={config.vllm_server_urls} names {twice[0]} twice, which would count one server as "
+            "two: leave one of them out."
+        )

@@ -38,9 +38,9 @@ FIRST_STRENGTH, STRENGTHS = 0.07, 10
 
 CAUSES = (
     "Likely causes: the adapter is not loaded, or only the weights beside it are; the publish was skipped or went to "
-    "another engine; an untied copy of lm_head keeps old weights; a cache outlived the publish; the engine divides by "
-    "another temperature, filters before it takes log-probs, or computes in a dtype too coarse for this model. "
-    "delivery_check_steps=0 switches this check off."
+    "another engine; an untied copy of lm_head keeps old weights; a cache outlived the publish; a server was started "
+    "with another base model; the engine divides by another temperature, filters before it takes log-probs, or "
+    "computes in a dtype too coarse for this model. delivery_check_steps=0 switches this check off."
 )
 
 

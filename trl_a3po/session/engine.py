@@ -105,6 +105,7 @@ def _vllm_engine(args: A3POConfig, device: torch.device) -> VLLMEngine:
         kept_versions=args.staleness_bound + 2,
         transfer=args.vllm_weight_transfer,
         trainer_device=device,
+        deterministic=args.deterministic,
         max_prompt_tokens=args.engine_max_prompt_tokens,
         context=args.vllm_max_model_length,
         python=args.vllm_python or here,

@@ -1,6 +1,8 @@
 """Real vLLM servers, in an environment of their own, shared by all tests marked `vllm`."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,23 +48,35 @@ def untied_model(tied_model, tmp_path_factory) -> str:
     return str(folder)
 
 
-def _serve(python: str, model: str, folder: Path, **needs):
+@contextlib.contextmanager
+def serving(python: str, model: str, folder: Path, *, count: int = 1, **needs) -> Iterator[list[ServerProcess]]:
+    """Servers of `model`, one CPU thread each, ready."""
     options = {"--max-num-seqs": "16"}
     needs = Needs(model, "float32", 512, 512, ("processed_logprobs",), options=options, **needs)
-    process = ServerProcess(python, needs, torch.device("cpu"), folder / "log", threads=1, max_restarts=0)
-    process.start()
-    process.wait_until_ready(START_LIMIT)
-    yield process.server.url
-    process.stop()
+    servers = [
+        ServerProcess(python, needs, torch.device("cpu"), folder / f"log-{n}", threads=1, max_restarts=0)
+        for n in range(count)
+    ]
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_until_ready(START_LIMIT)
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
 
 
 @pytest.fixture(scope="session")
 def adapter_server(vllm_python, tied_model, tmp_path_factory):
     """URL of a server that takes adapters."""
-    yield from _serve(vllm_python, tied_model, tmp_path_factory.mktemp("a"), max_lora_rank=8, max_loras=4)
+    with serving(vllm_python, tied_model, tmp_path_factory.mktemp("a"), max_lora_rank=8, max_loras=4) as (server,):
+        yield server.server.url
 
 
 @pytest.fixture(scope="session")
 def weights_server(vllm_python, untied_model, tmp_path_factory):
     """URL of a server that takes whole weights."""
-    yield from _serve(vllm_python, untied_model, tmp_path_factory.mktemp("w"))
+    with serving(vllm_python, untied_model, tmp_path_factory.mktemp("w")) as (server,):
+        yield server.server.url

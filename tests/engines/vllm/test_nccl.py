@@ -1,11 +1,16 @@
 """The parts of the NCCL publish that need no GPU."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.engines.vllm.stub_server import StubServer
+from trl_a3po.engines.protocol import SamplingSettings
 from trl_a3po.engines.vllm.nccl import NcclTransfer, buckets
+from trl_a3po.engines.vllm.pool import ServerPool
+from trl_a3po.engines.vllm.server import Server
 from trl_a3po.errors import EngineError
 from trl_a3po.publish.policy import WeightUpdate
 
@@ -28,6 +33,31 @@ def test_tensors_travel_in_the_dtype_of_the_server_but_for_those_of_whole_number
     given = WeightUpdate(0, {"w": torch.ones(4), "n": torch.ones(4, dtype=torch.int64)})
     (run,) = buckets(given, CPU, torch.bfloat16, most=1000)
     assert [tensor.dtype for _, tensor in run] == [torch.bfloat16, torch.int64]
+
+
+def test_a_server_that_was_lost_and_is_back_gets_a_new_group(monkeypatch):
+    server = StubServer(backend="nccl")
+    pool = ServerPool([Server(server.url)], SamplingSettings(8), streams=True, request_limit=5.0)
+    (member,) = pool.members
+    joined = []
+    monkeypatch.setattr(NcclTransfer, "__init__", lambda self: self.__dict__.update(_groups={}, _lives={}))
+    monkeypatch.setattr(NcclTransfer, "_joined", lambda self, member: joined.append(_Group()) or joined[-1])
+    transfer = NcclTransfer()
+    pool.admit(member, member.server.facts())
+    transfer._begin(member)
+    transfer._begin(member)
+    assert len(joined) == 1
+    pool.lost(member, "killed")
+    pool.admit(member, member.server.facts())
+    transfer._begin(member)
+    assert transfer._groups == {member: joined[1]} and joined[0].group.store is None
+
+
+class _Group:
+    """As vLLM's communicator: it holds the rendezvous."""
+
+    def __init__(self):
+        self.group = SimpleNamespace(store=object(), socket=object())
 
 
 def test_a_trainer_without_a_gpu_is_refused():

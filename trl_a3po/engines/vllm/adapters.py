@@ -59,7 +59,7 @@ class AdapterFolders:
     """
 
     def __init__(self, root: Path, spec: PolicySpec, keep: int):
-        self._root = root
+        self.root = root
         self._adapter = spec.adapter_name
         self._config = copy.deepcopy(spec.peft_config)
         self._config.inference_mode = True
@@ -77,7 +77,7 @@ class AdapterFolders:
         """Write the adapter of `update` under a new name, `newest`. Returns its size in bytes."""
         self._number += 1
         name = f"{PREFIX}{self._run}-v{update.version}-{self._number}"
-        folder = self._root / name
+        folder = self.root / name
         folder.mkdir(parents=True)
         tensors = {
             key.replace(f".{self._adapter}.", "."): tensor.detach().to("cpu", self._dtype, copy=True).contiguous()

@@ -9,6 +9,7 @@ nothing filters, "processed_logprobs". Another temperature is in "processed_logp
 renormalise: such settings are refused.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,8 +71,13 @@ def completion_body(
     count: int,
     done: int,
     stream: bool,
+    seed: int | None = None,
 ) -> dict[str, Any]:
-    """The request for `count` completions after `prompt_ids`, whose last `done` tokens are the completion's first."""
+    """The request for `count` completions after `prompt_ids`, whose last `done` tokens are the completion's first.
+
+    Args:
+        seed: of the first completion's noise; the next has `seed + 1`, and so on.
+    """
     body: dict[str, Any] = {
         **_common(model, salt),
         "prompt": list(prompt_ids),
@@ -87,9 +93,18 @@ def completion_body(
         "ignore_eos": True,  # stop_token_ids has what ends a completion, and nothing else does
         "stream": stream,
     }
+    if seed is not None:
+        body["seed"] = seed
     if sampling.suppress_token_ids:
         body["logit_bias"] = {str(token): -100.0 for token in sampling.suppress_token_ids}
     return body
+
+
+def noise_seed(run_seed: int, noise_key: int, rollout: int, position: int) -> int:
+    """What decides the noise of a rollout from its token `position` on: the run, the request and the rollout's number,
+    and nothing else. The seeds of a group's rollouts follow one another, as vLLM counts those of one request."""
+    digest = hashlib.blake2b(f"{run_seed} {noise_key} {position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 2) + rollout
 
 
 def parse_answer(text: str, count: int) -> list[Piece]:

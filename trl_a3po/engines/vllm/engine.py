@@ -1,42 +1,35 @@
 """`VLLMEngine`: samples on vLLM servers, running already or started here.
 
-Guarantees (beside those of `engines/protocol.py` and `pool.py`): a publish returns when every server that can be
-reached carries the version; no prefix computed by one version's weights serves another's (every publish has a salt of
-its own); a policy with an adapter is sent as that adapter alone, one without as whole weights.
-
-What happens to rollouts in flight when a version is published (`kv_on_publish`):
-
-- "keep", whole weights: servers pause with their sequences as they are, take the weights, and go on; later tokens
-  carry the new version. That needs the tokens of each to be streamed (`pool.py` says how the boundary is known).
-- "keep", an adapter: they go on under the adapter they began with, which stays loaded, and carry its version.
-- "recompute": servers end them where they are; they go out again, prompt and tokens so far, under the new weights.
-
-Publishing happens on the main thread, under `pool.changing`, which a server that comes back waits for.
+Guarantees (beside those of `engines/protocol.py`): a policy with an adapter is sent as that adapter alone, one without
+as whole weights; servers that are not ours are left as they are found, but for their weights. `opening.py` has how
+servers are started and checked, `pool.py` what becomes of requests and how a token's version is known, `watch.py` what
+happens when a server dies, `publishing.py` what a publish does and what rollouts in flight go through.
 """
 
-import importlib.util
 import logging
 import shutil
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from trl_a3po.engines.protocol import EngineEvent, EngineStats, GroupRequest, SamplingSettings
-from trl_a3po.engines.vllm.adapters import PREFIX, AdapterFolders, adapter_obstacle
-from trl_a3po.engines.vllm.completions import logprobs_modes
+from trl_a3po.engines.vllm.adapters import AdapterFolders, adapter_obstacle
 from trl_a3po.engines.vllm.http import ConnectionFault, HttpFault, StatusFault
-from trl_a3po.engines.vllm.nccl import NcclTransfer
-from trl_a3po.engines.vllm.pool import Member, Publication, ServerPool
+from trl_a3po.engines.vllm.links import Setting, link_to, link_to_start_for
+from trl_a3po.engines.vllm.members import Member, Publication
+from trl_a3po.engines.vllm.opening import OwnServer, await_servers, needs_of
+from trl_a3po.engines.vllm.pool import ServerPool
 from trl_a3po.engines.vllm.process import ServerProcess
+from trl_a3po.engines.vllm.publishing import AdapterPublishing, WeightsPublishing
 from trl_a3po.engines.vllm.scoring import score
-from trl_a3po.engines.vllm.server import Facts, Server
-from trl_a3po.engines.vllm.startup import Needs, check_server
+from trl_a3po.engines.vllm.server import Server
+from trl_a3po.engines.vllm.startup import check_server
+from trl_a3po.engines.vllm.watch import Watch
 from trl_a3po.engines.vllm.weights import CheckpointFolder
 from trl_a3po.errors import EngineError
 from trl_a3po.publish.policy import PolicySpec, WeightUpdate
@@ -53,14 +46,15 @@ class VLLMEngine:
         folder: where weights are written for the servers to read; each engine makes a folder of its own in it.
         kv_on_publish: what happens to rollouts in flight when weights change.
         kept_versions: adapters that stay loaded, `max_staleness + 2`.
-        transfer: how whole weights reach the servers: "disk", "nccl", or "auto", which takes NCCL where the servers
-            were started for it and vLLM is installed here.
-        trainer_device: where the weights are; NCCL takes them from there.
+        transfer: how whole weights reach the servers: "disk"; "nccl", from GPU to GPU; "ipc", within one GPU; or
+            "auto", which takes one of these two where it can (`links.py`).
+        trainer_device: where the weights are; NCCL and CUDA IPC take them from there.
+        deterministic: what is sampled depends on the seed, the request and the weights alone, not on what else a
+            server decodes. Needs `VLLM_BATCH_INVARIANT=1` there, on a GPU of compute capability 8.0 or higher, and
+            sends a seed with every request: vLLM then draws the noise of each sequence by itself, which is slower.
         max_prompt_tokens: longest prompt; `None` leaves that to the servers' context.
         context: tokens of a server's context; `None`: the model's, or what `max_prompt_tokens` needs.
-        python, device, gpu_memory, slots, threads, max_restarts: of a server started here: an interpreter that has
-            vLLM, where it computes, the share of a GPU's memory it takes, sequences it decodes at a time (`None`:
-            vLLM's choice), its CPU threads, times it is started again.
+        python, device, gpu_memory, slots, threads, max_restarts: of a server started here (`OwnServer`).
         start_limit: seconds until all servers must be ready.
         request_limit: seconds for one call.
         outage_limit: seconds without any server before the run ends.
@@ -74,8 +68,9 @@ class VLLMEngine:
         folder: Path,
         kv_on_publish: Literal["keep", "recompute"] = "keep",
         kept_versions: int = 6,
-        transfer: Literal["auto", "disk", "nccl"] = "auto",
+        transfer: Setting = "auto",
         trainer_device: torch.device | str = "cpu",
+        deterministic: bool = False,
         max_prompt_tokens: int | None = None,
         context: int | None = None,
         python: str | None = None,
@@ -90,31 +85,25 @@ class VLLMEngine:
         poll: float = 1.0,
     ):
         self._urls = list(urls)
+        self._own = OwnServer(python, torch.device(device), gpu_memory, slots, threads, max_restarts)
         self._root = Path(folder).absolute() / f"engine-{uuid.uuid4().hex[:8]}"
         self._keeps = kv_on_publish == "keep"
         self._kept_versions = kept_versions
         self._transfer = transfer
         self._trainer_device = torch.device(trainer_device)
+        self._deterministic = deterministic
         self._max_prompt_tokens = max_prompt_tokens
-        self._python = python
-        self._device = torch.device(device)
         self._context = context
-        self._gpu_memory = gpu_memory
-        self._slots = slots
-        self._threads = threads
-        self._max_restarts = max_restarts
         self._start_limit = start_limit
-        self._limits = {"request_limit": request_limit, "outage_limit": outage_limit, "poll": poll}
+        self._request_limit = request_limit
+        self._watch_limits = {"outage_limit": outage_limit, "poll": poll}
         self._pool: ServerPool | None = None
+        self._watch: Watch | None = None
         self._process: ServerProcess | None = None
-        self._adapters: AdapterFolders | None = None
-        self._weights: CheckpointFolder | None = None
-        self._nccl: NcclTransfer | None = None
+        self._publishing: AdapterPublishing | WeightsPublishing | None = None
         self._names: set[str] = set()
         self._version = -1
-        self._publishes = 0
         self._publish_seconds = 0.0
-        self._published_bytes = 0
         self._scorers: dict[tuple, str] = {}
         self._closed = False
 
@@ -129,7 +118,16 @@ class VLLMEngine:
             raise ValueError(f"vLLM cannot serve this adapter, because {obstacle}: set lora_sync='merged'.")
         self._sampling = sampling
         self._names = set(update.specs)
-        self._needs = self._needs_of(spec)
+        server = None if self._urls else self._own.device
+        self._needs = needs_of(
+            spec,
+            sampling,
+            max_prompt_tokens=self._max_prompt_tokens,
+            context=self._context,
+            kept_versions=self._kept_versions,
+            transfer=link_to_start_for(self._transfer, self._trainer_device, server),
+            deterministic=self._deterministic,
+        )
         self._root.mkdir(parents=True)
         weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
         try:
@@ -143,13 +141,15 @@ class VLLMEngine:
         try:
             if self._pool is not None:
                 self._pool.close()
+                if self._watch is not None:
+                    self._watch.join()
                 for member in self._pool.members:
                     self._leave(member)
         finally:
             if self._process is not None:
                 self._process.stop()
-            if self._nccl is not None:
-                self._nccl.close()
+            if self._publishing is not None:
+                self._publishing.close()
             shutil.rmtree(self._root, ignore_errors=True)
 
     # --- the protocol -------------------------------------------------------------------------------------------
@@ -224,7 +224,8 @@ class VLLMEngine:
             waiting_requests=waiting,
             restarts=self._process.restarts if self._process else 0,
             publish_seconds=self._publish_seconds,
-            extra={**{name: float(count) for name, count in counts.items()}, "published_bytes": self._published_bytes},
+            extra={name: float(count) for name, count in counts.items()}
+            | {"published_bytes": self._publishing.last_bytes},
         )
 
     @property
@@ -234,120 +235,56 @@ class VLLMEngine:
 
     # --- starting -----------------------------------------------------------------------------------------------
 
-    @property
-    def _wants_nccl(self) -> bool:
-        """Whether servers must be started for NCCL: as set, or for one of our own on another GPU than ours."""
-        if self._transfer != "auto" or self._urls:
-            return self._transfer == "nccl"
-        gpus = {self._device, self._trainer_device}
-        return len(gpus) == 2 and {gpu.type for gpu in gpus} == {"cuda"} and _has_vllm()
-
-    def _needs_of(self, spec: PolicySpec) -> Needs:
-        config = spec.config.get_text_config()
-        longest = (self._max_prompt_tokens or 1) + self._sampling.max_new_tokens
-        context = self._context or getattr(config, "max_position_embeddings", None)
-        if self._context is None and self._max_prompt_tokens is not None:
-            context = longest
-        return Needs(
-            model=spec.config._name_or_path or "MODEL",
-            dtype=str(spec.dtype).removeprefix("torch."),
-            longest=longest,
-            context=max(longest, context or 0),
-            logprobs_modes=logprobs_modes(self._sampling),
-            max_lora_rank=spec.peft_config.r if spec.peft_config is not None else 0,
-            max_loras=self._kept_versions if spec.peft_config is not None else 0,
-            transfer="nccl" if self._wants_nccl and spec.peft_config is None else None,
-        )
-
     def _start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
-        if spec.peft_config is not None:
-            self._adapters = AdapterFolders(self._root, spec, self._kept_versions)
-        else:
-            self._weights = CheckpointFolder(self._root, spec)
-        servers = [Server(url) for url in self._urls] or [self._start_server(spec, update)]
-        found = [self._await(server) for server in servers]
+        if not self._urls:
+            self._process = self._own.start(self._needs, spec, update, self._root, self._start_limit)
+        servers = [Server(url) for url in self._urls] or [self._process.server]
+        found = await_servers(servers, self._needs, self._start_limit)
         for server, facts in zip(servers, found, strict=True):
             check_server(server.url, facts, self._needs)
-        self._choose_transfer(found)
+        sends_adapters = spec.peft_config is not None
         self._pool = ServerPool(
             servers,
             sampling,
-            check=lambda server, facts: check_server(server.url, facts, self._needs),
-            deliver=None if self._nccl else self._bring_up,
-            streams=self._keeps and self._adapters is None,
-            keep_alive=self._process.keep_alive if self._process else lambda: None,
-            **self._limits,
+            streams=self._keeps and not sends_adapters,
+            request_limit=self._request_limit,
+            seeds=self._deterministic,
         )
+        if sends_adapters:
+            folders = AdapterFolders(self._root, spec, self._kept_versions)
+            self._publishing = AdapterPublishing(self._pool, folders, keeps=self._keeps)
+        else:
+            link = link_to(self._transfer, self._trainer_device, [server.url for server in servers], found)
+            folder = CheckpointFolder(self._root, spec)
+            self._publishing = WeightsPublishing(self._pool, folder, link, keeps=self._keeps, run=self._root.name)
         for member, facts in zip(self._pool.members, found, strict=True):
             self._pool.admit(member, facts)
-            self._clean(member)
+            self._publishing.clean(member)
         self._publish(update)
         self._version = update.version
-        down = [member for member in self._pool.members if member.state != "live"]
-        if down:
+        if down := [member for member in self._pool.members if member.state != "live"]:
             raise EngineError(
                 f"The vLLM server at {down[0].server.url} did not take the first weights: {down[0].last_fault} It "
-                f"reads them from {self._root.parent}, which must be a folder it can see: set vllm_weights_dir."
+                f"serves {down[0].facts.serves!r}, the run trains {self._needs.model!r}: if these are two models, "
+                f"start it with the run's. {self._publishing.hint}"
             )
-        self._pool.watch()
-
-    def _start_server(self, spec: PolicySpec, update: WeightUpdate) -> Server:
-        """Start a server on the base weights, which no later update of an adapter carries."""
-        if self._python is None:
-            raise EngineError(
-                "engine='vllm' without vllm_server_urls starts a server itself, and vLLM is not installed here: pip "
-                "install vllm, set vllm_python to an interpreter that has it, or set vllm_server_urls to running "
-                "servers."
-            )
-        base = CheckpointFolder(self._root / "base", spec)
-        base.write(_base_weights(spec, update))
-        options = {"--gpu-memory-utilization": str(self._gpu_memory)} if self._device.type == "cuda" else {}
-        if self._slots is not None:
-            options["--max-num-seqs"] = str(self._slots)
-        needs = self._needs.started_here(str(base.folder), options)
-        self._process = ServerProcess(
-            self._python,
-            needs,
-            self._device,
-            self._root.parent / "vllm-server.log",
-            threads=self._threads,
-            max_restarts=self._max_restarts,
+        self._watch = Watch(
+            self._pool,
+            check=lambda server, facts: check_server(server.url, facts, self._needs),
+            deliver=self._publishing.bring_up if self._publishing.brings_up else None,
+            keep_alive=self._process.keep_alive if self._process else lambda: None,
+            **self._watch_limits,
         )
-        self._process.start()
-        self._process.wait_until_ready(self._start_limit)
-        return self._process.server
+        self._watch.start()
 
-    def _await(self, server: Server) -> Facts:
-        deadline, told = time.monotonic() + self._start_limit, False
-        while True:
-            try:
-                return server.facts()
-            except HttpFault as fault:
-                if not isinstance(fault, ConnectionFault) or time.monotonic() > deadline:
-                    raise EngineError(
-                        f"The vLLM server at {server.url} did not answer: {fault} Start it with:\n\n    "
-                        f"{self._needs.command(server.url)}\n"
-                    ) from fault
-                if not told:
-                    logger.warning(
-                        "Waiting up to %.0f s for the vLLM server at %s: %s", self._start_limit, server.url, fault
-                    )
-                    told = True
-                time.sleep(0.5)
-
-    def _choose_transfer(self, found: Sequence[Facts]) -> None:
-        if self._adapters is not None or self._transfer == "disk":
-            return
-        possible = self._trainer_device.type == "cuda" and all(facts.transfer == "nccl" for facts in found)
-        if self._transfer == "nccl" or (possible and _has_vllm()):
-            self._nccl = NcclTransfer(self._trainer_device)
-
-    def _clean(self, member: Member) -> None:
-        """Unload what a run before this one left, or this one no longer keeps."""
-        kept = self._adapters.folders if self._adapters is not None else {}
-        for name in member.facts.adapters:
-            if name.startswith(PREFIX) and name not in kept:
-                member.server.unload_adapter(name)
+    def _publish(self, update: WeightUpdate) -> None:
+        try:
+            self._publishing.publish(update)
+        except OSError as error:
+            raise EngineError(
+                f"Version {update.version} could not be written to {self._root}: {error}. Free space there, or set "
+                "vllm_weights_dir to another folder that the servers can read."
+            ) from error
 
     def _leave(self, member: Member) -> None:
         """Have a server that was not started here stop what it does for us, as far as it still answers."""
@@ -357,96 +294,10 @@ class VLLMEngine:
             if self._pool.was_busy:
                 member.server.pause("abort")
                 member.server.resume()
-            for name in self._adapters.folders if self._adapters else ():
-                member.server.unload_adapter(name)
+            if self._publishing is not None:
+                self._publishing.leave(member)
         except HttpFault as fault:
             logger.warning("%s", fault)
-
-    # --- publishing ---------------------------------------------------------------------------------------------
-
-    def _publish(self, update: WeightUpdate) -> None:
-        self._publishes += 1
-        try:
-            if self._adapters is not None:
-                self._publish_adapter(update)
-            else:
-                self._publish_weights(update)
-        except OSError as error:
-            raise EngineError(
-                f"Version {update.version} could not be written to {self._root}: {error}. Free space there, or set "
-                "vllm_weights_dir to another folder that the servers can read."
-            ) from error
-
-    def _publish_adapter(self, update: WeightUpdate) -> None:
-        pool, folders = self._pool, self._adapters
-        self._published_bytes = folders.write(update)
-        carriers = self._on_all(pool.targets(), lambda member: self._load_adapter(member.server))
-        pool.set_publication(Publication(update.version, folders.newest, folders.newest), carriers)
-        if not self._keeps:
-            carriers = self._on_all(carriers, self._interrupt)
-        in_use = pool.in_use()
-        for name in folders.outdated():
-            if name not in in_use:
-                self._on_all(carriers, lambda member, name=name: member.server.unload_adapter(name))
-                folders.remove(name)
-
-    def _publish_weights(self, update: WeightUpdate) -> None:
-        pool = self._pool
-        if not self._nccl:
-            self._published_bytes = self._weights.write(update)
-        pool.hold(True)
-        try:
-            targets = self._on_all(pool.targets(), self._pause)
-            if self._nccl:
-                carriers, self._published_bytes = self._nccl.send(targets, update, self._weights.dtype, pool.lost)
-            else:
-                folder = str(self._weights.folder)
-                carriers = self._on_all(targets, lambda member: member.server.reload_weights(folder))
-            salt = f"{self._root.name}-{self._publishes}"
-            pool.set_publication(Publication(update.version, "", salt), carriers)
-            self._on_all(carriers, lambda member: member.server.resume())
-        finally:
-            pool.hold(False)
-
-    def _pause(self, member: Member) -> None:
-        if self._keeps:
-            member.server.pause("keep")
-            self._pool.settle(member)
-        else:
-            self._pool.abort_calls(member, all_of_them=True)
-
-    def _interrupt(self, member: Member) -> None:
-        self._pool.abort_calls(member, all_of_them=False)
-        member.server.resume()
-
-    def _load_adapter(self, server: Server) -> None:
-        server.load_adapter(self._adapters.newest, str(self._adapters.folders[self._adapters.newest]))
-
-    def _bring_up(self, member: Member) -> None:
-        """Have a server that came back carry what was published last; by the thread that watches it."""
-        server = member.server
-        if self._adapters is not None:
-            self._clean(member)
-            if self._adapters.newest not in member.facts.adapters:  # it may have been out of reach, not gone
-                self._load_adapter(server)
-            return
-        server.pause("abort")
-        server.reload_weights(str(self._weights.folder))
-        server.resume()
-
-    def _on_all(self, members: Sequence[Member], step: Callable[[Member], None]) -> list[Member]:
-        """Do one step on all members at a time; those that took it. One that did not is lost."""
-        if not members:
-            return []
-        taken = []
-        with ThreadPoolExecutor(len(members)) as executor:
-            for member, future in [(member, executor.submit(step, member)) for member in members]:
-                try:
-                    future.result()
-                    taken.append(member)
-                except HttpFault as fault:
-                    self._pool.lost(member, str(fault))
-        return taken
 
     # --- scoring ------------------------------------------------------------------------------------------------
 
@@ -460,7 +311,7 @@ class VLLMEngine:
         return live[self._scorers[key]]
 
     def _model_name(self, member: Member) -> str:
-        return self._adapters.newest if self._adapters is not None else member.facts.model
+        return self._publishing.model_name(member)
 
     def _started(self) -> ServerPool:
         if self._pool is None:
@@ -468,21 +319,5 @@ class VLLMEngine:
         return self._pool
 
 
-def _has_vllm() -> bool:
-    return importlib.util.find_spec("vllm") is not None
-
-
 def _trained(update: WeightUpdate) -> set[str]:
     return {name for name in update.specs if ".lora_" in name}
-
-
-def _base_weights(spec: PolicySpec, update: WeightUpdate) -> WeightUpdate:
-    """`update` without its adapter, under the names of the plain model."""
-    if spec.peft_config is None:
-        return update
-    tensors = {
-        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
-        for name, tensor in update.tensors.items()
-        if ".lora_" not in name
-    }
-    return WeightUpdate(update.version, tensors)

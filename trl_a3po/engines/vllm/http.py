@@ -1,7 +1,8 @@
 """HTTP calls with limits, to one server: JSON out, an answer back, whole or as a stream of events.
 
 Guarantees: a call ends within its limit whatever the server does, also one that sends a byte now and then; it can be
-ended from another thread; what goes wrong is an `HttpFault` of one of four kinds. One call is one connection.
+ended from another thread; what goes wrong is an `HttpFault` of one of four kinds. One call is one connection, to the
+server itself: proxies named in the environment are not asked.
 """
 
 import contextlib
@@ -76,9 +77,9 @@ class Call:
                     return
                 if data:
                     if not data.startswith("data: "):
-                        raise AnswerFault(f"{self._named} sent {data[:_SHOWN]!r} in a stream of events.")
+                        raise AnswerFault(f"{self.named} did not send an event of a stream{_shown(data)}.")
                     yield data.removeprefix("data: ")
-        raise ConnectionFault(f"{self._named} ended its stream before it was complete.")
+        raise ConnectionFault(f"{self.named} ended its stream before it was complete.")
 
     def end(self) -> None:
         """Break the connection; the reader gets a `ConnectionFault`. From any thread, idempotent."""
@@ -88,7 +89,8 @@ class Call:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     @property
-    def _named(self) -> str:
+    def named(self) -> str:
+        """Where it goes, for a person."""
         return f"{self._base_url}{self._path.partition('?')[0]}"
 
     @contextlib.contextmanager
@@ -100,7 +102,7 @@ class Call:
             connection.connect()
             self._socket = connection.sock
             if self._ended:
-                raise ConnectionFault(f"The call of {self._named} was ended.")
+                raise ConnectionFault(f"The call of {self.named} was ended.")
             connection.sock = _Limited(connection.sock, deadline)
             headers = {"Connection": "close", "Content-Type": "application/json"}
             if key := os.environ.get("VLLM_API_KEY"):
@@ -108,19 +110,19 @@ class Call:
             connection.request(self._method, f"{url.path.rstrip('/')}{self._path}", self._body, headers)
             response = connection.getresponse()
             if response.status != 200:
-                shown = response.read().decode(errors="replace")[:_SHOWN]
-                raise StatusFault(f"{self._named} answered {response.status}: {shown}", response.status)
+                shown = _shown(response.read().decode(errors="replace"))
+                raise StatusFault(f"{self.named} answered {response.status}{shown}.", response.status)
             yield response
         except TimeoutError as error:
             if time.monotonic() < deadline:  # while connecting
-                raise ConnectionFault(f"{self._named} could not be reached within {CONNECT_LIMIT:g} s.") from error
-            raise LimitFault(f"{self._named} did not answer within {self._limit:g} s.") from error
+                raise ConnectionFault(f"{self.named} could not be reached within {CONNECT_LIMIT:g} s.") from error
+            raise LimitFault(f"{self.named} did not answer within {self._limit:g} s.") from error
         except http.client.IncompleteRead as error:
-            raise ConnectionFault(f"{self._named} broke the connection within its answer.") from error
+            raise ConnectionFault(f"{self.named} broke the connection within its answer.") from error
         except (OSError, http.client.RemoteDisconnected) as error:
-            raise ConnectionFault(f"{self._named} could not be reached: {error or type(error).__name__}.") from error
+            raise ConnectionFault(f"{self.named} could not be reached: {error or type(error).__name__}.") from error
         except (http.client.HTTPException, ValueError) as error:
-            raise AnswerFault(f"{self._named} did not answer in HTTP: {error!r}.") from error
+            raise AnswerFault(f"{self.named} did not answer in HTTP: {error!r}.") from error
         finally:
             connection.close()
             if self._socket is not None:
@@ -129,14 +131,27 @@ class Call:
 
 def fetch_json(base_url: str, method: str, path: str, body: Any = None, *, limit: float) -> Any:
     """The answer of one call, decoded; `None` when it is empty."""
-    return decode_json(Call(base_url, method, path, body, limit=limit).text())
+    call = Call(base_url, method, path, body, limit=limit)
+    return decode_json(call.text(), call.named)
 
 
-def decode_json(text: str) -> Any:
+def decode_json(text: str, named: str = "A server") -> Any:
     try:
         return json.loads(text) if text else None
     except json.JSONDecodeError as error:
-        raise AnswerFault(f"An answer is not JSON: {text[:_SHOWN]!r}.") from error
+        raise AnswerFault(f"{named} did not answer in JSON, but{_shown(text)}.") from error
+
+
+def server_url(url: str) -> str:
+    """`url` without what is often copied along: a slash at its end, and the /v1 that clients of OpenAI's API want."""
+    return url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _shown(answer: str) -> str:
+    """The beginning of an answer, for the end of a sentence; a web page is not shown."""
+    if not (words := " ".join(answer.split())):
+        return ""
+    return " with a web page" if words.startswith("<") else f": {words[:_SHOWN].removesuffix('.')}"
 
 
 class _Limited:

@@ -18,7 +18,7 @@ import torch
 from packaging.version import Version
 
 from trl_a3po.engines.vllm.http import HttpFault
-from trl_a3po.engines.vllm.pool import Member
+from trl_a3po.engines.vllm.members import Member
 from trl_a3po.engines.vllm.server import LOAD_LIMIT
 from trl_a3po.errors import EngineError
 from trl_a3po.publish.policy import GatheredTensors, WeightUpdate
@@ -52,7 +52,10 @@ class NcclTransfer:
             ) from error
         self._device = device
         self._packs_at_init = Version(vllm.__version__).release[:2] >= (0, 28)
-        self._groups: dict[str, Any] = {}  # by the URL of the server
+        self._groups: dict[Member, Any] = {}
+        self._lives: dict[Member, int] = {}  # which of a server's a group is of
+
+    hint = "Set vllm_weight_transfer='disk' to go without NCCL."
 
     def send(
         self, members: Sequence[Member], update: WeightUpdate, dtype: torch.dtype, lost: Callable[[Member, str], None]
@@ -72,14 +75,14 @@ class NcclTransfer:
                 self._send_bucket(member, bucket)
         return self._each(receivers, lambda member: member.server.post("/finish_weight_update"), lost), size
 
-    def forget(self, url: str) -> None:
+    def forget(self, member: Member) -> None:
         """Drop the group of a server that was lost: a new process there needs a new one."""
-        if (group := self._groups.pop(url, None)) is not None:
+        if (group := self._groups.pop(member, None)) is not None:
             group.group.store = group.group.socket = None  # the server would wait on the socket
 
     def close(self) -> None:
-        for url in list(self._groups):
-            self.forget(url)
+        for member in list(self._groups):
+            self.forget(member)
 
     def _each(self, members, step: Callable[[Member], Any], lost: Callable[[Member, str], None]) -> list[Member]:
         done = []
@@ -88,13 +91,15 @@ class NcclTransfer:
                 step(member)
                 done.append(member)
             except HttpFault as fault:
-                self.forget(member.server.url)
+                self.forget(member)
                 lost(member, str(fault))
         return done
 
     def _begin(self, member: Member) -> None:
-        if member.server.url not in self._groups:
-            self._groups[member.server.url] = self._joined(member)
+        if self._lives.get(member) != member.lives:
+            self.forget(member)
+        if member not in self._groups:
+            self._groups[member], self._lives[member] = self._joined(member), member.lives
         member.server.post("/start_weight_update")
 
     def _joined(self, member: Member) -> Any:
@@ -129,14 +134,14 @@ class NcclTransfer:
             told["packed"] = True
         torch.cuda.synchronize(self._device)  # the weights may still be computed
         theirs = _in_thread(member.server.post, "/update_weights", {"update_info": told}, BUCKET_LIMIT)
-        ours = _in_thread(self._broadcast, member.server.url, bucket)
+        ours = _in_thread(self._broadcast, member, bucket)
         self._both(member, ours, theirs)
 
-    def _broadcast(self, url: str, bucket: Named) -> None:
+    def _broadcast(self, member: Member, bucket: Named) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         with torch.cuda.device(self._device):
-            packed_nccl_broadcast_producer(iter(bucket), self._groups[url], 0, lambda item: item[1])
+            packed_nccl_broadcast_producer(iter(bucket), self._groups[member], 0, lambda item: item[1])
             torch.cuda.synchronize(self._device)
 
     def _both(self, member: Member, ours: Future, theirs: Future) -> Any:
@@ -152,14 +157,20 @@ class NcclTransfer:
             ) from fault
 
 
-def buckets(update: WeightUpdate, device: torch.device, dtype: torch.dtype, most: int) -> Iterator[Named]:
-    """The tensors of `update` on `device`, floating ones as `dtype`, in runs of at most `most` bytes or one tensor."""
-    gone = isinstance(update.tensors, GatheredTensors)  # when the next one is asked for
+def buckets(
+    update: WeightUpdate, device: torch.device, dtype: torch.dtype, most: int, *, copies: bool = False
+) -> Iterator[Named]:
+    """The tensors of `update` on `device`, floating ones as `dtype`, in runs of at most `most` bytes or one tensor.
+
+    Args:
+        copies: also where a tensor could be sent as it is.
+    """
+    copies = copies or isinstance(update.tensors, GatheredTensors)  # these are gone when the next one is asked for
     run: Named = []
     size = 0
     for name, tensor in update.tensors.items():
         kind = dtype if tensor.is_floating_point() else tensor.dtype
-        moved = tensor.detach().to(device, kind, copy=gone).contiguous()
+        moved = tensor.detach().to(device, kind, copy=copies).contiguous()
         if run and size + moved.nbytes > most:
             yield run
             run, size = [], 0

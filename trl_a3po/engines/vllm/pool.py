@@ -4,29 +4,27 @@ Guarantees:
 - every submitted request ends in one event, or is cancelled; a call that fails is made again, a few times, on the
   server with the least to do, and what had been sampled by then is kept, with its versions;
 - a server gets work only while it carries the publication that is current: one that was lost, or comes back, gets it
-  first;
+  first (`watch.py`);
 - a token's version: every call names the weights of one version and ends before they change, so its tokens carry that
   version. The exception is `streams`, for whole weights with `kv_on_publish="keep"`: there each token carries the
   version of its server's weights when it arrives, and a publish changes that version while the server is paused and
   has sent all it had sampled, by its own count of tokens. A server whose count does not come out (another client, or
   events of several tokens) may have a few more: the first event of each sequence after such a publish then carries
-  the older version, and is counted;
-- all servers out of reach for `outage_limit` seconds end the run with one error.
+  the older version, and is counted.
 
-Threads: one for each server, which watches it, and one for each call.
+Threads: one for each call.
 """
 
 import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
 
 from trl_a3po.engines.protocol import EngineEvent, GroupFailed, GroupRequest, SamplingSettings
-from trl_a3po.engines.vllm.completions import Piece, completion_body, parse_answer, parse_event
-from trl_a3po.engines.vllm.http import AnswerFault, Call, ConnectionFault, HttpFault, LimitFault, StatusFault
+from trl_a3po.engines.vllm.completions import Piece, completion_body, noise_seed, parse_answer, parse_event
+from trl_a3po.engines.vllm.http import AnswerFault, ConnectionFault, HttpFault, LimitFault, StatusFault
+from trl_a3po.engines.vllm.members import Member, Publication, Running
 from trl_a3po.engines.vllm.server import Facts, Server
 from trl_a3po.engines.vllm.work import Group, Job, JobQueue
 from trl_a3po.errors import EngineError
@@ -34,55 +32,8 @@ from trl_a3po.errors import EngineError
 logger = logging.getLogger(__name__)
 
 MOST_TRIES = 5
-MISSED_PINGS = 3
 SETTLE_LIMIT = 2.0
 IDLE_LIMIT = 60.0  # seconds for calls to return once a server has ended them
-
-
-@dataclass(frozen=True)
-class Publication:
-    """What the servers carry: a policy version, the model's name in a request ("": the server's own), and the salt of
-    its prefix cache."""
-
-    version: int
-    model: str
-    salt: str
-
-
-@dataclass(eq=False)
-class Running:
-    """A call being made."""
-
-    job: Job
-    member: "Member"
-    publication: Publication
-    http: Call
-    bounded: set[int] = field(default_factory=set)  # sequences whose next event may be older than the publication
-
-
-@dataclass(eq=False)
-class Member:
-    """A server in the pool. "live": it carries the current publication and gets work; "behind": it could, once it is
-    published to; "down": out of reach."""
-
-    server: Server
-    state: Literal["live", "behind", "down"] = "down"
-    facts: Facts | None = None
-    running: set[Running] = field(default_factory=set)
-    version: int = -1
-    received: int = 0  # tokens since `counted`
-    counted: int | None = None
-    pings_missed: int = 0
-    last_fault: str = "it was never reached"
-
-    @property
-    def load(self) -> int:
-        return sum(len(call.job.sequences) for call in self.running)
-
-    def has_room(self, count: int) -> bool:
-        # Half as many again wait at the server, so that a slot is refilled at once.
-        most = self.facts.max_num_seqs
-        return self.load + count <= max(count, most + most // 2)
 
 
 class ServerPool:
@@ -90,13 +41,9 @@ class ServerPool:
     Args:
         servers: at least one.
         sampling: the same for every request.
-        check: facts of a server -> raises `EngineError` if it does not fit the run.
-        deliver: has a member carry what was published last; `None`: only a publish can.
         streams: tokens are taken as they come (see the versions above).
         request_limit: seconds for one call.
-        outage_limit: seconds without any server.
-        poll: seconds between two looks at a server.
-        keep_alive: called by the watching thread of the first server; it restarts a process of ours.
+        seeds: every call names the seed of its noise.
     """
 
     def __init__(
@@ -104,23 +51,15 @@ class ServerPool:
         servers: Sequence[Server],
         sampling: SamplingSettings,
         *,
-        check: Callable[[Server, Facts], None],
-        deliver: Callable[[Member], None] | None,
         streams: bool,
         request_limit: float,
-        outage_limit: float,
-        poll: float = 1.0,
-        keep_alive: Callable[[], None] = lambda: None,
+        seeds: bool = False,
     ):
         self.members = [Member(server) for server in servers]
         self._sampling = sampling
-        self._check = check
-        self._deliver = deliver
         self._streams = streams
         self._request_limit = request_limit
-        self._outage_limit = outage_limit
-        self._poll = poll
-        self._keep_alive = keep_alive
+        self._seeds = seeds
         self.changing = threading.RLock()  # held while what servers carry is changed
         self._changed = threading.Condition()  # guards all that follows, and the members
         self._publication: Publication | None = None
@@ -130,14 +69,13 @@ class ServerPool:
         self._events: list[EngineEvent] = []
         self._error: str | None = None
         self._closed = self._was_busy = False
-        self._alive_at = time.monotonic()
+        self._over = threading.Event()
         self._busy_since: float | None = None
         self.busy_seconds = 0.0
         self.tokens = 0
         self.counts = dict.fromkeys(
             ("servers_lost", "servers_back", "calls_failed", "timeouts", "garbage_answers", "bounded_tokens"), 0
         )
-        self._threads: list[threading.Thread] = []
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -173,15 +111,6 @@ class ServerPool:
 
     # --- servers ------------------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
-        """Begin to look after the servers."""
-        for number, member in enumerate(self.members):
-            thread = threading.Thread(
-                target=self._watch, args=(member, number == 0), name=f"a3po-vllm-{number}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
-
     def targets(self) -> list[Member]:
         """Members that can be published to."""
         with self._changed:
@@ -195,7 +124,14 @@ class ServerPool:
         """A server answers again."""
         with self._changed:
             member.facts, member.pings_missed = facts, 0
-            member.state, member.version = "behind", -1
+            member.state, member.version, member.lives = "behind", -1, member.lives + 1
+
+    def back(self, member: Member) -> None:
+        """A server that answers again carries the current publication."""
+        with self._changed:
+            member.state, member.version, member.counted = "live", self._publication.version, None
+            self.counts["servers_back"] += 1
+            self._dispatch()
 
     def set_publication(self, publication: Publication, carriers: Sequence[Member]) -> None:
         """From now on work goes to `carriers`, which carry `publication`, and is stamped with its version."""
@@ -276,6 +212,26 @@ class ServerPool:
             active = sum(member.load for member in self.members)
             return active, len(self._jobs), busy, {**self.counts, "servers_live": live}
 
+    @property
+    def publication(self) -> Publication | None:
+        """What servers carry to be given work; `None` before the first."""
+        return self._publication
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether a server carries the current publication, or none is meant to yet."""
+        with self._changed:
+            return self._publication is None or self._held or any(m.state == "live" for m in self.members)
+
+    def dispatch(self) -> None:
+        """Hand out what has waited long enough."""
+        with self._changed:
+            self._dispatch()
+
+    def is_over(self, within: float = 0.0) -> bool:
+        """Whether the pool is closed or has ended with an error, now or `within` so many seconds."""
+        return self._over.wait(within)
+
     def end_with(self, error: str) -> None:
         with self._changed:
             self._end_with(error)
@@ -293,14 +249,12 @@ class ServerPool:
         with self._changed:
             self._was_busy = self._was_busy or any(member.running for member in self.members)
             self._closed = True
+            self._over.set()
             self._jobs.clear()
             for member in self.members:
                 for call in member.running:
                     call.http.end()
             self._changed.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(2.0)
 
     # --- calls --------------------------------------------------------------------------------------------------
 
@@ -322,15 +276,17 @@ class ServerPool:
             self._call(job, member)
 
     def _call(self, job: Job, member: Member) -> None:
-        publication = self._publication
+        publication, done = self._publication, len(job.sequences[0].token_ids)
+        seed = noise_seed(self._sampling.seed, job.group.request.noise_key, job.number, done) if self._seeds else None
         body = completion_body(
             self._sampling,
             publication.model or member.facts.model,
             publication.salt,
             job.prompt_ids,
             count=len(job.sequences),
-            done=len(job.sequences[0].token_ids),
+            done=done,
             stream=self._streams,
+            seed=seed,
         )
         running = Running(job, member, publication, member.server.completion(body, self._request_limit))
         member.running.add(running)
@@ -423,71 +379,6 @@ class ServerPool:
                 )
         return None
 
-    # --- watching -----------------------------------------------------------------------------------------------
-
-    def _watch(self, member: Member, first: bool) -> None:
-        """The thread of one server."""
-        while True:
-            try:
-                if first:
-                    self._keep_alive()
-                self._look_at(member)
-            except EngineError as error:
-                self.end_with(str(error))
-            except BaseException:
-                self.end_with(f"Watching {member.server.url} failed by itself:\n{traceback.format_exc()}")
-            with self._changed:
-                if self._closed or self._error:
-                    return
-                self._note_outage()
-                self._dispatch()  # what has waited long enough
-                self._changed.wait_for(lambda: self._closed, self._poll)
-                if self._closed:
-                    return
-
-    def _look_at(self, member: Member) -> None:
-        try:
-            member.server.ping()
-        except HttpFault as fault:
-            with self._changed:
-                member.pings_missed += 1
-                member.last_fault = str(fault)
-                if not isinstance(fault, LimitFault) or member.pings_missed >= MISSED_PINGS:
-                    self._lose(member, str(fault))
-            return
-        member.pings_missed = 0
-        if member.state == "down":
-            try:
-                self._bring_up(member)
-            except HttpFault as fault:
-                member.last_fault = str(fault)
-            except EngineError as error:  # another server answers there now
-                if member.last_fault != str(error):
-                    logger.warning("%s", error)
-                member.last_fault = str(error)
-
-    def _bring_up(self, member: Member) -> None:
-        facts = member.server.facts()
-        self._check(member.server, facts)
-        with self.changing:
-            with self._changed:
-                publication, over = self._publication, self._closed or self._error
-            if over:
-                return
-            self.admit(member, facts)
-            if publication is None or self._deliver is None:
-                return
-            try:
-                self._deliver(member)
-            except HttpFault as fault:
-                self.lost(member, str(fault))
-                return
-            with self._changed:
-                member.state, member.version, member.counted = "live", publication.version, None
-                self.counts["servers_back"] += 1
-                self._dispatch()
-        logger.warning("%s is back and carries version %d.", member.server.url, publication.version)
-
     def _lose(self, member: Member, why: str) -> None:
         """Its work goes elsewhere; the caller holds the lock."""
         member.last_fault = why
@@ -505,20 +396,10 @@ class ServerPool:
         self._dispatch()
         self._changed.notify_all()
 
-    def _note_outage(self) -> None:
-        now = time.monotonic()
-        if any(member.state == "live" for member in self.members) or self._publication is None or self._held:
-            self._alive_at = now
-        elif now - self._alive_at > self._outage_limit:
-            told = "; ".join(f"{member.server.url}: {member.last_fault}" for member in self.members)
-            self._end_with(
-                f"No vLLM server has been able to sample for {self._outage_limit:g} s ({told}). Start them again and "
-                "resume from the last checkpoint."
-            )
-
     def _end_with(self, error: str) -> None:
         if self._error is None:
             self._error = error
+            self._over.set()
         for request_id in list(self._groups):
             self._events.append(GroupFailed(request_id, error.splitlines()[0]))
         self._groups.clear()

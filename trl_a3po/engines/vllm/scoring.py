@@ -11,7 +11,7 @@ from trl_a3po.engines.vllm.completions import (
     score_body,
 )
 from trl_a3po.engines.vllm.http import AnswerFault
-from trl_a3po.engines.vllm.pool import Publication
+from trl_a3po.engines.vllm.members import Publication
 from trl_a3po.engines.vllm.server import Server
 
 

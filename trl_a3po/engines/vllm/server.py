@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trl_a3po.engines.vllm.http import AnswerFault, Call, StatusFault, fetch_json
+from trl_a3po.engines.vllm.http import AnswerFault, Call, StatusFault, fetch_json, server_url
 
 CONTROL_LIMIT = 30.0  # seconds for what takes a server no time
 LOAD_LIMIT = 300.0  # seconds for loading weights
@@ -20,12 +20,15 @@ class Facts:
     Args:
         version: of vLLM.
         model: the name its base model is served under.
+        serves: the folder or name of its base model, if it says so.
         max_model_len: tokens of a prompt and its completion together.
         max_num_seqs: sequences it decodes at a time.
         logprobs_mode: what its log-probs are.
         max_lora_rank, max_loras: of its adapters; 0 without `--enable-lora`.
         loads_adapters: whether adapters can be loaded while it runs.
         transfer: backend of its `--weight-transfer-config`, or `None`.
+        reads_handles: whether it takes the pickled handles of CUDA IPC.
+        batch_invariant: whether a sequence's bits do not depend on what else it decodes.
         stream_interval: tokens of one event of a stream.
         dev_mode: whether it has the endpoints that `VLLM_SERVER_DEV_MODE=1` opens; without them most of the above is
             unknown.
@@ -41,19 +44,22 @@ class Facts:
     max_loras: int = 0
     loads_adapters: bool = False
     transfer: str | None = None
+    reads_handles: bool = False
+    batch_invariant: bool = False
     stream_interval: int = 1
     dev_mode: bool = False
+    serves: str = ""
     adapters: tuple[str, ...] = ()
 
 
 class Server:
     """
     Args:
-        url: where it answers, such as "http://localhost:8000".
+        url: where it answers, such as "http://localhost:8000"; a slash or /v1 at its end is left out.
     """
 
     def __init__(self, url: str):
-        self.url = url.rstrip("/")
+        self.url = server_url(url)
 
     def completion(self, body: dict[str, Any], limit: float) -> Call:
         return Call(self.url, "POST", "/v1/completions", body, limit=limit)
@@ -126,6 +132,7 @@ class Server:
 def _configured(info: Mapping[str, Any]) -> dict[str, Any]:
     try:
         config, environment = info["vllm_config"], info.get("vllm_env") or {}
+        device = (config.get("device_config") or {}).get("device")
         lora, transfer = config.get("lora_config") or {}, config.get("weight_transfer_config") or {}
         return {
             "dev_mode": True,
@@ -136,6 +143,10 @@ def _configured(info: Mapping[str, Any]) -> dict[str, Any]:
             "max_loras": lora.get("max_loras", 0),
             "loads_adapters": bool(environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")),
             "transfer": transfer.get("backend"),
+            "reads_handles": bool(environment.get("VLLM_ALLOW_INSECURE_SERIALIZATION")),
+            # On a CPU the variable is read, and changes nothing.
+            "batch_invariant": bool(environment.get("VLLM_BATCH_INVARIANT")) and device != "cpu",
+            "serves": str(config["model_config"].get("model", "")),
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise AnswerFault(f"/server_info lacks {error}, which vLLM 0.22 to 0.31 have: {str(info)[:200]}.") from error

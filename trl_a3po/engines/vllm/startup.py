@@ -27,6 +27,7 @@ class Needs:
         max_lora_rank: of the adapters it will be sent; 0 sends whole weights.
         max_loras: adapters it must hold at a time.
         transfer: the backend that whole weights come by, or `None` for a checkpoint on disk.
+        batch_invariant: a sequence's bits must not depend on what else is decoded.
         options: further options of the command.
     """
 
@@ -38,6 +39,7 @@ class Needs:
     max_lora_rank: int = 0
     max_loras: int = 0
     transfer: str | None = None
+    batch_invariant: bool = False
     options: dict[str, str] = field(default_factory=dict)
 
     def started_here(self, folder: str, options: dict[str, str]) -> "Needs":
@@ -89,7 +91,9 @@ def server_arguments(needs: Needs) -> list[str]:
 def server_environment(needs: Needs) -> dict[str, str]:
     """Environment variables that the run needs the server to have."""
     adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if needs.max_lora_rank else {}
-    return {"VLLM_SERVER_DEV_MODE": "1", **adapters}
+    handles = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if needs.transfer == "ipc" else {}
+    invariant = {"VLLM_BATCH_INVARIANT": "1"} if needs.batch_invariant else {}
+    return {"VLLM_SERVER_DEV_MODE": "1", **adapters, **handles, **invariant}
 
 
 def _version(facts: Facts) -> list[str]:
@@ -113,6 +117,11 @@ def _settings(facts: Facts, needs: Needs) -> list[str]:
             f"its --logprobs-mode is {facts.logprobs_mode}, which at this temperature and with these filters is not "
             f"the log-prob that a token was sampled with: {' or '.join(needs.logprobs_modes)} is"
         )
+    if needs.batch_invariant and not facts.batch_invariant:
+        missing.append(
+            "what it samples depends on what else it decodes, which deterministic=True rules out and "
+            "VLLM_BATCH_INVARIANT=1 prevents"
+        )
     if needs.max_lora_rank:
         return missing + _adapters(facts, needs)
     if facts.max_loras:
@@ -122,6 +131,8 @@ def _settings(facts: Facts, needs: Needs) -> list[str]:
         )
     if needs.transfer and facts.transfer != needs.transfer:
         missing.append(f"its --weight-transfer-config has the backend {facts.transfer}, not {needs.transfer}")
+    if needs.transfer == "ipc" and not facts.reads_handles:
+        missing.append("it reads no handles of CUDA IPC, which VLLM_ALLOW_INSECURE_SERIALIZATION=1 allows")
     return missing
 
 

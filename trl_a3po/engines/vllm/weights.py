@@ -27,7 +27,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, root: Path, spec: PolicySpec):
-        self._root = root
+        self.root = root
         self.dtype = spec.dtype
         self._config = copy.deepcopy(spec.config)
         self._config.dtype = spec.dtype
@@ -43,7 +43,7 @@ class CheckpointFolder:
             OSError: it cannot be written.
         """
         before, self._number = self.folder, self._number + 1
-        folder = self._root / f"weights-{self._number}"
+        folder = self.root / f"weights-{self._number}"
         folder.mkdir(parents=True)
         self._config.save_pretrained(folder)
         # One at a time: where weights are spread over processes, the next takes this one's place.

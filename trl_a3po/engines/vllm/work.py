@@ -87,6 +87,11 @@ class Job:
     not_before: float = 0.0
 
     @property
+    def number(self) -> int:
+        """Of its first sequence, among those of the group."""
+        return self.group.sequences.index(self.sequences[0])
+
+    @property
     def prompt_ids(self) -> list[int]:
         return [*self.group.request.prompt_ids, *self.sequences[0].token_ids]
 

@@ -1,0 +1,90 @@
+"""Which way whole weights take to vLLM servers: NCCL to another GPU, CUDA IPC on the same one, else by disk.
+
+Guarantees: a way that was asked for is taken, or an error; with "auto", a way that servers were started for and that
+cannot be taken is said once.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from trl_a3po.engines.vllm.ipc import IpcTransfer, is_here
+from trl_a3po.engines.vllm.nccl import NcclTransfer
+from trl_a3po.engines.vllm.server import Facts
+
+logger = logging.getLogger(__name__)
+
+Setting = Literal["auto", "disk", "nccl", "ipc"]
+
+
+def link_to_start_for(
+    setting: Setting, trainer: torch.device, server: torch.device | None
+) -> Literal["nccl", "ipc"] | None:
+    """The backend that a server must be started with; `None` for the disk.
+
+    Args:
+        trainer: where the weights are.
+        server: where a server of ours will compute; `None` if there are running ones.
+    """
+    if setting != "auto":
+        return None if setting == "disk" else setting
+    if server is None or trainer.type != "cuda" or server.type != "cuda":
+        return None
+    if _index(trainer) == _index(server):
+        return "ipc"
+    return "nccl" if _has_vllm() else None
+
+
+def link_to(
+    setting: Setting, trainer: torch.device, urls: Sequence[str], found: Sequence[Facts]
+) -> NcclTransfer | IpcTransfer | None:
+    """What takes whole weights to servers; `None`: the disk does.
+
+    Args:
+        found: what the servers of `urls` say of themselves.
+
+    Raises:
+        EngineError: the way that is set cannot be taken.
+    """
+    backends = {facts.transfer for facts in found}
+    if setting == "auto" and len(backends) == 1:
+        (backend,) = backends
+        obstacle = _obstacle(backend, trainer, urls, found)
+        if obstacle is None:
+            setting = backend
+        elif backend is not None:
+            logger.warning(
+                "The vLLM servers were started to take weights by %r, but %s: they go by disk. Set "
+                "vllm_weight_transfer='disk' if that is meant.",
+                backend,
+                obstacle,
+            )
+    if setting == "nccl":
+        return NcclTransfer(trainer)
+    return IpcTransfer(trainer) if setting == "ipc" else None
+
+
+def _obstacle(backend: str | None, trainer: torch.device, urls: Sequence[str], found: Sequence[Facts]) -> str | None:
+    """Why weights cannot go by a backend, in words that follow "but"; `None` if they can."""
+    if backend not in ("nccl", "ipc"):
+        return "this way is not known here"
+    if trainer.type != "cuda":
+        return f"the trainer is on {trainer}, and that takes them from a GPU"
+    if backend == "nccl" and not _has_vllm():
+        return "vLLM is not installed in the trainer's environment, whose communicator that needs"
+    if backend == "ipc" and not all(facts.reads_handles for facts in found):
+        return "reading its handles needs VLLM_ALLOW_INSECURE_SERIALIZATION=1 there"
+    if backend == "ipc" and (elsewhere := [url for url in urls if not is_here(url)]):
+        return f"{elsewhere[0]} is on another machine than the trainer"
+    return None
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None

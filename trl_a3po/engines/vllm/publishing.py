@@ -1,0 +1,189 @@
+"""How a publish reaches the servers of a pool: as an adapter of its own, or as whole weights in place.
+
+Guarantees: a publish returns when every server that can be reached carries it; one that cannot be reached, or refuses,
+is lost to the pool and stops no other; no prefix computed by one version's weights serves another's (every publish has
+a salt of its own). A publish happens on the main thread, bringing up a server on the thread that watches it, both
+under `pool.changing`.
+
+What happens to rollouts in flight (`keeps`):
+
+- kept, whole weights: servers pause with their sequences as they are, take the weights, and go on; later tokens carry
+  the new version. That needs the tokens of each to be streamed (`pool.py` says how the boundary is known).
+- kept, an adapter: they go on under the adapter they began with, which stays loaded, and carry its version.
+- not kept: servers end them where they are; they go out again, prompt and tokens so far, under the new weights.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from trl_a3po.engines.vllm.adapters import PREFIX, AdapterFolders
+from trl_a3po.engines.vllm.http import HttpFault
+from trl_a3po.engines.vllm.ipc import IpcTransfer
+from trl_a3po.engines.vllm.members import Member, Publication
+from trl_a3po.engines.vllm.nccl import NcclTransfer
+from trl_a3po.engines.vllm.pool import ServerPool
+from trl_a3po.engines.vllm.weights import CheckpointFolder
+from trl_a3po.publish.policy import WeightUpdate
+
+_SHARED_FOLDER = "It reads them from {folder}, which must be a folder it can see: set vllm_weights_dir."
+
+
+class AdapterPublishing:
+    """Adapters, each loaded from a folder under a name of its own version."""
+
+    def __init__(self, pool: ServerPool, folders: AdapterFolders, *, keeps: bool):
+        self._pool = pool
+        self._folders = folders
+        self._keeps = keeps
+        self.last_bytes = 0
+
+    def publish(self, update: WeightUpdate) -> None:
+        """Raises `OSError` when it cannot be written."""
+        pool, folders = self._pool, self._folders
+        self.last_bytes = folders.write(update)
+        carriers = on_all(pool, pool.targets(), self._load)
+        pool.set_publication(Publication(update.version, folders.newest, folders.newest), carriers)
+        if not self._keeps:
+            carriers = on_all(pool, carriers, self._interrupt)
+        in_use = pool.in_use()
+        for name in folders.outdated():
+            if name not in in_use:
+                on_all(pool, carriers, lambda member, name=name: member.server.unload_adapter(name))
+                folders.remove(name)
+
+    def bring_up(self, member: Member) -> None:
+        """Have a server that came back carry what was published last."""
+        self.clean(member)
+        if self._folders.newest not in member.facts.adapters:  # it may have been out of reach, not gone
+            self._load(member)
+
+    def clean(self, member: Member) -> None:
+        """Unload what a run before this one left, or this one no longer keeps."""
+        for name in member.facts.adapters:
+            if name.startswith(PREFIX) and name not in self._folders.folders:
+                member.server.unload_adapter(name)
+
+    def leave(self, member: Member) -> None:
+        for name in self._folders.folders:
+            member.server.unload_adapter(name)
+
+    def model_name(self, member: Member) -> str:
+        return self._folders.newest
+
+    @property
+    def brings_up(self) -> bool:
+        """Whether a server that came back can be brought up without a publish."""
+        return True
+
+    @property
+    def hint(self) -> str:
+        """What to do where a server did not take the first ones."""
+        return _SHARED_FOLDER.format(folder=self._folders.root)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def _load(self, member: Member) -> None:
+        member.server.load_adapter(self._folders.newest, str(self._folders.folders[self._folders.newest]))
+
+    def _interrupt(self, member: Member) -> None:
+        self._pool.abort_calls(member, all_of_them=False)
+        member.server.resume()
+
+
+class WeightsPublishing:
+    """Whole weights, loaded over those a server has.
+
+    Args:
+        folder: where they are written, when they go by disk.
+        link: what takes them to the servers instead of the disk.
+        run: names the run in salts.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        folder: CheckpointFolder,
+        link: NcclTransfer | IpcTransfer | None,
+        *,
+        keeps: bool,
+        run: str,
+    ):
+        self._pool = pool
+        self._folder = folder
+        self._link = link
+        self._keeps = keeps
+        self._run = run
+        self._number = 0
+        self.last_bytes = 0
+
+    def publish(self, update: WeightUpdate) -> None:
+        """Raises `OSError` when it cannot be written, `EngineError` when a link breaks for good."""
+        pool, self._number = self._pool, self._number + 1
+        if self._link is None:
+            self.last_bytes = self._folder.write(update)
+        pool.hold(True)
+        try:
+            targets = on_all(pool, pool.targets(), self._pause)
+            if self._link is None:
+                carriers = on_all(pool, targets, self._reload)
+            else:
+                carriers, self.last_bytes = self._link.send(targets, update, self._folder.dtype, pool.lost)
+            pool.set_publication(Publication(update.version, "", f"{self._run}-{self._number}"), carriers)
+            on_all(pool, carriers, lambda member: member.server.resume())
+        finally:
+            pool.hold(False)
+
+    def bring_up(self, member: Member) -> None:
+        """Have a server that came back carry what was published last; by disk alone."""
+        member.server.pause("abort")
+        self._reload(member)
+        member.server.resume()
+
+    @property
+    def brings_up(self) -> bool:
+        """Whether a server that came back can be brought up without a publish."""
+        return self._link is None
+
+    @property
+    def hint(self) -> str:
+        """What to do where a server did not take the first ones."""
+        return _SHARED_FOLDER.format(folder=self._folder.root) if self._link is None else self._link.hint
+
+    def clean(self, member: Member) -> None:
+        """There is nothing that another run could have left."""
+
+    def leave(self, member: Member) -> None:
+        """A server keeps the weights it has."""
+
+    def model_name(self, member: Member) -> str:
+        return member.facts.model
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    def _reload(self, member: Member) -> None:
+        member.server.reload_weights(str(self._folder.folder))
+
+    def _pause(self, member: Member) -> None:
+        if self._keeps:
+            member.server.pause("keep")
+            self._pool.settle(member)
+        else:
+            self._pool.abort_calls(member, all_of_them=True)
+
+
+def on_all(pool: ServerPool, members: Sequence[Member], step: Callable[[Member], None]) -> list[Member]:
+    """Do one step on all members at a time; those that took it. One that did not is lost."""
+    if not members:
+        return []
+    taken = []
+    with ThreadPoolExecutor(len(members)) as executor:
+        for member, future in [(member, executor.submit(step, member)) for member in members]:
+            try:
+                future.result()
+                taken.append(member)
+            except HttpFault as fault:
+                pool.lost(member, str(fault))
+    return taken
