@@ -93,7 +93,7 @@ class StubServer:
     def get(self, path: str) -> tuple[int, object]:
         config = {
             "model_config": {"logprobs_mode": "processed_logprobs", "model": "stub/base"},
-            "device_config": {"device": "cuda"},
+            "device_config": {"device": self.changes.get("device", "cuda")},
             "scheduler_config": {"max_num_seqs": 8, "stream_interval": 1},
             "lora_config": {"max_lora_rank": 16, "max_loras": 8} if self.lora else None,
             "weight_transfer_config": {"backend": self.changes["backend"]} if "backend" in self.changes else None,

@@ -1,4 +1,4 @@
-"""CUDA IPC on a GPU: what is told of a tensor opens in another process, and a vLLM server there follows the trainer."""
+"""CUDA IPC on a GPU: another process opens what it is told of, and a vLLM server there follows the trainer."""
 
 import base64
 import pickle
@@ -61,6 +61,7 @@ def test_a_server_on_the_trainers_gpu_follows_it(vllm_python, tmp_path):
         head_dim=128,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
+        initializer_range=0.05,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda:0")
     engine = VLLMEngine(
