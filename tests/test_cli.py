@@ -10,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from tests.report.test_plot import history
-from trl_a3po.cli import main
+from trl_a3po.cli import main, run_names
 from trl_a3po.recipe_parts import find_function, find_rewards
 from trl_a3po.report.compare import COLOURS, runs_figure
 from trl_a3po.report.history import read_history
@@ -179,6 +179,25 @@ def test_the_labels_of_runs_that_end_alike_stay_within_their_panel():
     staleness = next(axes for axes in figure.axes if axes.get_title(loc="left") == "Staleness")
     heights = [text.xy[1] for text in staleness.texts if text.get_text().replace(".", "").isdigit()]
     assert len(heights) == 4 and all(0 <= height <= staleness.get_ylim()[1] for height in heights)
+
+
+@pytest.mark.parametrize(
+    ("runs", "names"),
+    [
+        (["a/one", "a/two"], ["one", "two"]),
+        (["a/run", "b/run"], ["a/run", "b/run"]),
+        (["x/a/run", "y/a/run", "z/other"], ["x/a/run", "y/a/run", "other"]),
+        (["a/run/trainer_state.json", "b/run"], ["a/run", "b/run"]),
+        (["a/run", "a/run"], ["run (1)", "run (2)"]),
+        (["run", "a/run"], ["{root}/run", "a/run"]),
+    ],
+)
+def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path, runs, names):
+    for run_path in runs:
+        folder = tmp_path / run_path.removesuffix("/trainer_state.json")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "trainer_state.json").touch()
+    assert run_names([tmp_path / name for name in runs]) == [name.format(root=tmp_path.name) for name in names]
 
 
 def test_a_run_without_a_panels_numbers_is_named_there():

@@ -54,12 +54,25 @@ def _env(parsed: argparse.Namespace) -> None:
 def _plot(parsed: argparse.Namespace) -> None:
     from trl_a3po.report.compare import plot_runs
     from trl_a3po.report.history import read_history
+    from trl_a3po.report.timeline import NAME, read_timeline
 
-    plot_runs([(_name(run), read_history(run)) for run in parsed.runs], parsed.output)
-    print(f"{parsed.output} shows {', '.join(_name(run) for run in parsed.runs)}")
+    names = run_names(parsed.runs)
+    histories = [read_history(run) for run in parsed.runs]
+    alone = parsed.runs[0] if len(parsed.runs) == 1 else None
+    timeline = read_timeline(alone) if alone is not None and (alone / NAME).is_file() else None
+    plot_runs(list(zip(names, histories, strict=True)), parsed.output, timeline)
+    print(f"{parsed.output} shows {', '.join(names)}")
 
 
-def _name(run: Path) -> str:
-    """What a run is called in a picture: its folder."""
-    run = run.resolve()
-    return run.name if run.is_dir() else run.parent.name
+def run_names(runs: Sequence[Path]) -> list[str]:
+    """What each run is called in a picture: its folder, with as many of the folders above as it takes to tell it from
+    the others, and its number where nothing does."""
+    folders = [run.resolve() if run.is_dir() else run.resolve().parent for run in runs]
+    names = []
+    for i, folder in enumerate(folders):
+        depths = range(1, len(folder.parts) + 1)
+        others = [other for other in folders if other != folder]
+        depth = next(d for d in depths if all(other.parts[-d:] != folder.parts[-d:] for other in others))
+        name = "/".join(folder.parts[-depth:])
+        names.append(f"{name} ({folders[: i + 1].count(folder)})" if folders.count(folder) > 1 else name)
+    return names

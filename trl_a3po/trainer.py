@@ -55,6 +55,7 @@ from trl_a3po.publish.trained import trained_policy, zero_stage
 from trl_a3po.report.engine_gap import EngineGap
 from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.report.plan import trainer_plan
+from trl_a3po.report.run_timeline import StepTimes
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.rollout.records import Group, Rollout
 from trl_a3po.session import Session
@@ -131,6 +132,7 @@ class A3POTrainer(GRPOTrainer):
         self._team = Team(patience=args.ddp_timeout + args.stall_timeout)
         self._running = self._trained_before = False
         self._session: Session | None = None  # of the main process
+        self.add_callback(StepTimes(lambda: self._session and self._session.timeline))
         self._last_take: tuple[float, float] | None = None
         self._waited = 0.0
         self._take_number = 0  # of its generation batch
@@ -301,7 +303,7 @@ class A3POTrainer(GRPOTrainer):
             with self._timed("a3po/time/publish"):
                 self._team.lead(lambda: self._session.publish_if_due(version))
         began = time.perf_counter()
-        groups = self._team.lead(lambda: self._trainable(self._checked(self._session.queue.take(version))))
+        groups = self._team.lead(lambda: self._trainable(self._checked(self._session.take(version))))
         self._log_seconds("a3po/time/wait", time.perf_counter() - began)
         if self._team.is_main:
             self._log_take(groups, time.perf_counter() - began)
@@ -572,6 +574,8 @@ class A3POTrainer(GRPOTrainer):
             self._comparisons = {}
             self._show_row_weights()
         super().log(logs, start_time)
+        if self._session is not None:
+            self._session.timeline.write("log", **self.state.log_history[-1])
 
     def _over_processes(self, tallies: list[Tally]) -> list[Tally]:
         """Each tally of all processes added up, in the main process; nothing in the others."""

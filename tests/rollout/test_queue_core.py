@@ -1,6 +1,7 @@
 """The queue's decisions without threads: invariants 1 to 4 over thousands of random runs, and the single rules."""
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -98,6 +99,7 @@ class Simulation:
 
     def __init__(self, run):
         self.run, self.random = run, random.Random(run.seed)
+        self.attempts = []
         self.core = make_core(
             number=run.rows,
             batch=run.batch,
@@ -106,6 +108,7 @@ class Simulation:
             takes=run.takes,
             attempts=10**6,
             max_in_flight=run.in_flight,
+            attempt_ended=self.attempts.append,
         )
         self.published = self.engine_version = self.taken = 0
         self.waiting = []  # prompt indices, submission order
@@ -212,6 +215,23 @@ def test_invariants_1_to_4_hold_in_every_run(run):
         assert simulation.overtaken <= set(simulation.trained) | simulation.rejected
     else:
         assert simulation.taken == min(run.takes, (run.rows - len(simulation.rejected)) // run.batch)
+
+
+@settings(max_examples=300, deadline=None)
+@given(runs())
+def test_every_attempt_is_told_of_once_with_its_outcome_and_its_times(run):
+    simulation = Simulation(run).play()
+    assert Counter(attempt.outcome for attempt in simulation.attempts) == simulation.core.outcomes().attempt_outcomes
+    assert len({(attempt.prompt, attempt.attempt) for attempt in simulation.attempts}) == len(simulation.attempts)
+    for attempt in simulation.attempts:
+        times = [attempt.submitted, attempt.finished, attempt.scoring, attempt.scored, attempt.ended]
+        reached = [moment for moment in times if moment is not None]
+        assert reached == sorted(reached)
+        assert None not in times or attempt.outcome != "trained"
+        assert (attempt.taken_version is None) == (attempt.outcome != "trained")
+        if attempt.outcome == "trained":
+            assert 0 <= attempt.taken_version - attempt.submitted_version <= run.bound
+            assert attempt.submitted_version <= attempt.oldest <= attempt.newest <= attempt.taken_version
 
 
 def test_the_random_runs_overtake_stragglers_now_and_then():

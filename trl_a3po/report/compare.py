@@ -1,4 +1,4 @@
-"""Runs side by side in one picture: reward, staleness, where the time went, w and r.
+"""Runs side by side in one picture: reward, staleness, where the time went, w and r; of one run its timeline too.
 
 Guarantees: a run has one colour everywhere; a run that did not log what a panel shows is left out of that panel, and
 the picture says so; `plot_run` of `report/plot.py` shows one run in more detail.
@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from trl_a3po.report.gantt import LEGEND, Lines, draw_gantt
 from trl_a3po.report.plot import (
     AMBER,
     BLUE,
@@ -18,6 +19,7 @@ from trl_a3po.report.plot import (
     GREY,
     INK,
     ORANGE,
+    RULE,
     TIMES,
     History,
     _dots,
@@ -36,19 +38,22 @@ COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", AMBER, "#56b4e9", INK)  # Okabe and I
 Named = list[tuple[str, History]]
 
 
-def plot_runs(runs: Sequence[tuple[str, History]], path: str | Path) -> None:
+def plot_runs(runs: Sequence[tuple[str, History]], path: str | Path, timeline: Lines | None = None) -> None:
     """Draw runs, as `(name, log_history)` pairs, as a PNG at `path`, whose folder is made.
+
+    Args:
+        timeline: of a single run: the end of it is drawn below (`read_timeline`).
 
     Raises:
         ValueError: there are no runs, more than there are colours, or none logged what a panel needs.
     """
-    figure = runs_figure(runs)
+    figure = runs_figure(runs, timeline)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
-def runs_figure(runs: Sequence[tuple[str, History]]) -> Figure:
+def runs_figure(runs: Sequence[tuple[str, History]], timeline: Lines | None = None) -> Figure:
     """The figure that `plot_runs` saves. Raises as `plot_runs` does."""
     if not 1 <= len(runs) <= len(COLOURS):
         raise ValueError(f"{len(runs)} runs cannot be told apart in one picture: draw 1 to {len(COLOURS)}.")
@@ -63,9 +68,10 @@ def runs_figure(runs: Sequence[tuple[str, History]]) -> Figure:
             "No run logged anything to plot (a reward, staleness, step time, w or r): train at least one optimizer "
             "step, with logging_steps no larger than the number of steps."
         )
-    figure = Figure(figsize=(12, 7.6), layout="constrained", facecolor="white")
+    below = any(line["kind"] == "take" for line in timeline or ())
+    figure = Figure(figsize=(12, 11.0 if below else 7.6), layout="constrained", facecolor="white")
     figure.get_layout_engine().set(w_pad=0.14, h_pad=0.12, wspace=0.05, hspace=0.06)
-    grid = figure.add_gridspec(2, 6)
+    grid = figure.add_gridspec(2 + below, 6)
     for (panel, (_, draw)), place in zip(PANELS.items(), PLACES, strict=True):
         axes = figure.add_subplot(grid[place])
         _tidy_empty(axes) if not drawn[panel] else draw(axes, drawn[panel])
@@ -77,6 +83,8 @@ def runs_figure(runs: Sequence[tuple[str, History]]) -> Figure:
         missing = [name for (name, _), (_, absent) in zip(runs, logged[panel], strict=True) if absent]
         details = DETAILS[panel] + (f"; not logged by {', '.join(missing)}" if missing else "")
         _name(axes, panel, details)
+    if below:
+        _draw_timeline(figure.add_subplot(grid[2, :]), timeline)
     handles = [figure.axes[0].plot([], [], color=colour, linewidth=3, label=name)[0] for name, colour in colours]
     figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=11)
     return figure
@@ -160,6 +168,17 @@ def _ratio(axes: Axes, runs: list, name: str) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.tick_params(axis="y", which="minor", length=0)
+
+
+def _draw_timeline(axes: Axes, timeline: Lines) -> None:
+    takes = draw_gantt(axes, timeline)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(RULE)
+    axes.tick_params(colors=GREY, labelsize=9, length=0)
+    axes.set_xlabel("seconds", color=GREY, fontsize=9)
+    words = [(what, colour if colour != RULE else GREY, None) for what, colour in LEGEND]
+    _name(axes, "Timeline", f"the last {takes} takes (lines): each group above, the trainer below", words)
 
 
 def _tidy_empty(axes: Axes) -> None:

@@ -18,7 +18,7 @@ from trl_a3po.engines.protocol import EngineEvent, GroupFailed, GroupFinished, G
 from trl_a3po.errors import EngineError, StallError
 from trl_a3po.rollout.admission import TakePlan
 from trl_a3po.rollout.endings import GenerationFailed, StampError
-from trl_a3po.rollout.outcomes import Ledger, Outcomes, Rejection
+from trl_a3po.rollout.outcomes import Attempt, Kind, Ledger, Outcomes, Rejection, outcome_name
 from trl_a3po.rollout.prompts import PromptStream
 from trl_a3po.rollout.queue_state import OutstandingState, QueueState
 from trl_a3po.rollout.records import Group, Prompt, Rollout, Score
@@ -37,7 +37,8 @@ SPARE_BATCHES = 2  # prompts kept tokenised beyond what may be submitted: the ba
 class Outstanding:
     """A prompt between the prompt stream and its take.
 
-    `since` is when it left the prompt stream, `stage_since` when it entered its stage, both in the clock's seconds.
+    `since` is when it left the prompt stream, `stage_since` when it entered its stage, `entered` when its attempt
+    entered each of its stages in this process, all in the clock's seconds.
     """
 
     prompt: Prompt
@@ -51,6 +52,7 @@ class Outstanding:
     oldest: int | None = None
     newest: int | None = None
     failures: list[str] = field(default_factory=list)
+    entered: dict[Stage, float] = field(default_factory=dict)
 
 
 class QueueCore:
@@ -65,6 +67,7 @@ class QueueCore:
         max_attempts: int,
         max_in_flight: int | None,
         max_rejected_in_a_row: int,
+        attempt_ended: Callable[[Attempt], None] = lambda attempt: None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.prompts = prompts
@@ -73,6 +76,7 @@ class QueueCore:
         self.max_attempts = max_attempts
         self.max_in_flight = max_in_flight
         self.max_rejected_in_a_row = max_rejected_in_a_row
+        self.attempt_ended = attempt_ended
         self.clock = clock
         self.order: list[Outstanding] = []
         self.next_take = 0
@@ -287,7 +291,7 @@ class QueueCore:
                     f"{item.newest}, but the trainer is at version {version}: nothing newer can have been published."
                 )
         for item in batch:
-            self._leave(item, "trained")
+            self._leave(item, "trained", taken_version=version)
         self.next_take += 1
         self._last_taken_version = version
         return [item.group for item in batch]
@@ -369,11 +373,12 @@ class QueueCore:
 
     def _enter(self, item: Outstanding, stage: Stage) -> None:
         item.stage = stage
-        item.stage_since = self.clock()
+        item.stage_since = item.entered[stage] = self.clock()
 
     def _submit(self, item: Outstanding) -> GroupRequest:
         item.request_id = self._requests
         item.attempt += 1
+        item.entered.clear()
         item.submitted_version = self.published_version
         self._requests += 1
         self._by_request[item.request_id] = item
@@ -387,8 +392,7 @@ class QueueCore:
         )
 
     def _attempt_failed(self, item: Outstanding, reason: str) -> None:
-        self._ledger.end_attempt(item.request_id, "failed", reason)
-        del self._by_request[item.request_id]
+        self._end_attempt(item, "failed", reason)
         item.failures.append(reason)
         if item.attempt < self.max_attempts:
             self._enter(item, "to submit")
@@ -458,14 +462,35 @@ class QueueCore:
                 f"{remedy}."
             )
 
-    def _leave(
-        self, item: Outstanding, kind: Literal["trained", "rejected", "unused"], why: str | None = None
-    ) -> None:
+    def _leave(self, item: Outstanding, kind: Kind, why: str | None = None, taken_version: int | None = None) -> None:
         self.order.remove(item)
         if item.stage != "to submit":  # between two attempts there is none to end
-            self._ledger.end_attempt(item.request_id, kind, why)
-            del self._by_request[item.request_id]
+            self._end_attempt(item, kind, why, taken_version)
         self._ledger.end_prompt(item.prompt.index, kind, why)
+
+    def _end_attempt(
+        self, item: Outstanding, kind: Kind, why: str | None = None, taken_version: int | None = None
+    ) -> None:
+        self._ledger.end_attempt(item.request_id, kind, why)
+        del self._by_request[item.request_id]
+        group = item.group if item.stage in FINISHED else None
+        self.attempt_ended(
+            Attempt(
+                prompt=item.prompt.index,
+                attempt=item.attempt,
+                outcome=outcome_name(kind, why),
+                submitted_version=item.submitted_version,
+                oldest=None if group is None else item.oldest,
+                newest=None if group is None else item.newest,
+                taken_version=taken_version,
+                tokens=0 if group is None else sum(len(rollout.token_ids) for rollout in group.rollouts),
+                submitted=item.entered.get("in the engine"),
+                finished=item.entered.get("waiting for its reward"),
+                scoring=item.entered.get("being scored"),
+                scored=item.entered.get("ready"),
+                ended=self.clock(),
+            )
+        )
 
 
 def _item_state(item: Outstanding) -> OutstandingState:

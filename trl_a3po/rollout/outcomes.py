@@ -54,6 +54,39 @@ class Outcomes:
         return _count(self.attempt_outcomes, kind)
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt at a prompt that has ended.
+
+    Times are seconds of the queue's clock, `None` where the attempt did not get there, or did in an earlier process.
+
+    Args:
+        prompt: place of the prompt in the stream.
+        attempt: 1 for the first attempt at it.
+        outcome: `"trained"`, `"rejected: why"`, `"failed: why"` or `"unused"`.
+        submitted_version: published version when it was submitted.
+        oldest, newest: versions of its tokens, `None` where no rollouts came.
+        taken_version: policy version at its take, `None` where it was not taken.
+        tokens: completion tokens of its rollouts.
+        submitted, finished, scoring, scored, ended: when it went to the engine, came back, began to be scored, had its
+            rewards, and got its outcome.
+    """
+
+    prompt: int
+    attempt: int
+    outcome: str
+    submitted_version: int
+    oldest: int | None
+    newest: int | None
+    taken_version: int | None
+    tokens: int
+    submitted: float | None
+    finished: float | None
+    scoring: float | None
+    scored: float | None
+    ended: float
+
+
 class Ledger:
     """Books prompts and attempts; the caller holds the lock."""
 
@@ -89,11 +122,11 @@ class Ledger:
 
     def end_attempt(self, request_id: int, kind: Kind, why: str | None = None) -> None:
         _close(self._open_attempts, request_id, "request")
-        self._attempt_outcomes[_name(kind, why)] += 1
+        self._attempt_outcomes[outcome_name(kind, why)] += 1
 
     def end_prompt(self, index: int, kind: Kind, why: str | None = None) -> None:
         _close(self._open_prompts, index, "prompt")
-        self._prompt_outcomes[_name(kind, why)] += 1
+        self._prompt_outcomes[outcome_name(kind, why)] += 1
 
     def snapshot(self) -> Outcomes:
         return Outcomes(
@@ -106,7 +139,8 @@ class Ledger:
         )
 
 
-def _name(kind: Kind, why: str | None) -> str:
+def outcome_name(kind: Kind, why: str | None) -> str:
+    """What the books call an outcome."""
     return f"{kind}: {why}" if why else kind
 
 

@@ -24,7 +24,7 @@ from trl_a3po.publish.policy import WeightUpdate
 from trl_a3po.rollout.admission import TakePlan
 from trl_a3po.rollout.core import QueueCore
 from trl_a3po.rollout.endings import EndOfData, QueueClosed
-from trl_a3po.rollout.outcomes import Outcomes, Rejection
+from trl_a3po.rollout.outcomes import Attempt, Outcomes, Rejection
 from trl_a3po.rollout.prompts import PromptStream
 from trl_a3po.rollout.queue_state import QueueState
 from trl_a3po.rollout.records import Group, Rollout, Score
@@ -63,6 +63,7 @@ class GenerationQueue:
         score_threads: threads that score, a group each.
         score_timeout: seconds scoring a group may take before a `take` that waits raises `StallError`.
         interrupt_score: has scores under way end early, with whatever error; called by `close`.
+        attempt_ended: told of each attempt that ended, by any thread, under the queue's lock: it must not wait.
         describe_score: what the reward functions are at and what would help if they hang, for a report; or empty.
         while_waiting: called by a main thread that waits, every now and then, at least every 20 seconds.
     """
@@ -87,6 +88,7 @@ class GenerationQueue:
         score_threads: int = 1,
         score_timeout: float | None = None,
         interrupt_score: Callable[[], None] | None = None,
+        attempt_ended: Callable[[Attempt], None] = lambda attempt: None,
         describe_score: Callable[[], str] = lambda: "",
         while_waiting: Callable[[], None] = lambda: None,
     ):
@@ -114,6 +116,7 @@ class GenerationQueue:
             max_attempts=max_attempts,
             max_in_flight=max_in_flight,
             max_rejected_in_a_row=10 * groups_per_batch if max_rejected_in_a_row is None else max_rejected_in_a_row,
+            attempt_ended=attempt_ended,
         )
         self._changed = threading.Condition()  # guards everything below and the core
         self._threads: list[threading.Thread] = []

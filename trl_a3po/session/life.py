@@ -10,6 +10,7 @@ from trl_a3po.config import A3POConfig
 from trl_a3po.publish.delivery import NUM_TEXTS, DeliveryCheck, KnownTokens, Policy
 from trl_a3po.publish.trained import sent_spec
 from trl_a3po.report.progress import told
+from trl_a3po.report.run_timeline import begin_timeline
 from trl_a3po.rollout.prompts import PromptStream
 from trl_a3po.rollout.records import Group
 from trl_a3po.rollout.reward_workers import RewardWorkers
@@ -42,10 +43,11 @@ class Session:
         self._evaluation = EvaluationScores()
         self.evaluation_noise = FIRST_NOISE_KEY
         self._delivery: DeliveryCheck | None = None
+        self.timeline = begin_timeline(args, version, resumed=resumed is not None)
         first_row = 0 if resumed is None else resumed.queue.first_row
         prompts = PromptStream(prompt_rows(trainer, first_row), lambda row: tokenize_prompt(trainer, row), first_row)
         self.engine = build_engine(args, trainer.accelerator.device)
-        self.queue = build_queue(trainer, self.engine, prompts, self._scorer)
+        self.queue = build_queue(trainer, self.engine, prompts, self._scorer, self.timeline)
         try:
             self._start_engine(trainer, version)
             self.published_version = self.publishes_counted_from = version
@@ -71,6 +73,11 @@ class Session:
             self._publish(version)
             self.publishes_counted_from = version
 
+    def take(self, version: int) -> list[Group]:
+        """The next groups, to be trained at policy version `version`. Raises as the queue's `take`."""
+        with self.timeline.span("take", version=version):
+            return self.queue.take(version)
+
     def evaluate(self, trainer, rows: list[dict[str, Any]]) -> list[Group]:
         """Sample and score an evaluation batch from the current policy, while training rollouts go on.
 
@@ -83,10 +90,11 @@ class Session:
         version, size = trainer.state.global_step, trainer.num_generations_eval
         self._publish(version)
         prompts = evaluation_prompts(trainer, rows)
-        sampled = self.queue.sample([p.token_ids for p in prompts], size, first_noise_key=self.evaluation_noise)
-        self.evaluation_noise += len(prompts)
-        groups = [Group(p, rollouts, None, version) for p, rollouts in zip(prompts, sampled, strict=True)]
-        scores = self._scorer.score_all(groups, trainer._team.keep_waiting)
+        with self.timeline.span("evaluation", version=version, groups=len(prompts)):
+            sampled = self.queue.sample([p.token_ids for p in prompts], size, first_noise_key=self.evaluation_noise)
+            self.evaluation_noise += len(prompts)
+            groups = [Group(p, rollouts, None, version) for p, rollouts in zip(prompts, sampled, strict=True)]
+            scores = self._scorer.score_all(groups, trainer._team.keep_waiting)
         self._evaluation.fill_in(groups, scores, len(trainer.reward_funcs))
         return groups
 
@@ -117,12 +125,13 @@ class Session:
                 self.engine.close()
             finally:
                 self._scorer.close()
+                self.timeline.close()
 
     def _start_engine(self, trainer, version: int) -> None:
         args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
         spec = sent_spec(args, model, engine_dtype(args, model, trainer.accelerator.mixed_precision))
         sampling = sampling_settings(args, trainer.generation_config)
-        with told("starting the engine", not args.disable_tqdm):
+        with told("starting the engine", not args.disable_tqdm), self.timeline.span("engine_start", version=version):
             self.engine.start(spec, sampling, self._policy.update(version, complete=True))
 
     def _check_delivery(self, args: A3POConfig, prompts: PromptStream, version: int) -> DeliveryCheck | None:
@@ -147,7 +156,8 @@ class Session:
         if version == self.published_version:
             return
         self._states.published(version)
-        self.queue.publish(self._policy.update(version))
+        with self.timeline.span("publish", version=version):
+            self.queue.publish(self._policy.update(version))
         self.published_version = version
         if self._delivery is not None:
             self._delivery.after_publish(version)

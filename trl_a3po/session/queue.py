@@ -3,6 +3,7 @@
 from datasets import IterableDataset
 
 from trl_a3po.engines.protocol import Engine
+from trl_a3po.report.timeline import Timeline
 from trl_a3po.rollout.group_filter import GroupFilter
 from trl_a3po.rollout.prompts import PromptStream
 from trl_a3po.rollout.queue import GenerationQueue
@@ -13,7 +14,7 @@ from trl_a3po.session.engine import groups_in_engine
 
 
 def build_queue(
-    trainer, engine: Engine, prompts: PromptStream, scorer: RewardScorer | RewardWorkers
+    trainer, engine: Engine, prompts: PromptStream, scorer: RewardScorer | RewardWorkers, timeline: Timeline
 ) -> GenerationQueue:
     """The queue between `engine` and the trainer's takes; the engine and the scorer may be started later."""
     args, clock = trainer.args, take_clock(trainer)
@@ -41,6 +42,7 @@ def build_queue(
         score_threads=max(1, args.reward_workers),
         score_timeout=None if in_processes else args.reward_timeout,
         interrupt_score=scorer.close if in_processes else scorer.interrupt,
+        attempt_ended=timeline.attempt,
         describe_score=scorer.describe,
         while_waiting=trainer._team.keep_waiting,
     )

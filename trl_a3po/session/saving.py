@@ -107,6 +107,8 @@ def settings(trainer) -> dict[str, Any]:
 def _save_queue(trainer, folder: Path, slices: list[dict[str, Any] | None] | None) -> None:
     session = trainer._session
     values, tensors = encode_state(session.queue.state())
+    session.timeline.write("checkpoint", version=trainer.state.global_step)
+    session.timeline.flush()
     checkpoint.write_tensors(folder / checkpoint.GROUPS, tensors)
     checkpoint.write_json(
         folder / checkpoint.STATE,
