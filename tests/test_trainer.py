@@ -321,6 +321,19 @@ def test_the_completions_table_has_versions_staleness_and_weight(model_path, tmp
     assert any(abs(w - 1) > 1e-3 for w in weights.values()) and expected.keys() == weights.keys()
 
 
+def test_the_completions_table_has_no_weight_for_what_was_not_trained(model_path, tmp_path):
+    trainer = build(
+        model_path, tmp_path, log_completions=True, num_iterations=2, max_steps=2, eval_dataset=tiny_prompts(1),
+        eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=GENERATIONS,
+    )  # fmt: skip
+    trainer.train()
+    trained, evaluated = 2 * GENERATIONS, GENERATIONS
+    weights = list(trainer._logs["extra"]["w"])  # of the last rows, as many as a batch has
+    assert len(weights) == trained and weights[-2 * evaluated :] == [None] * 2 * evaluated
+    after_one = pandas.read_parquet(tmp_path / "run" / "completions" / "completions_00001.parquet")["w"]
+    assert after_one[:-evaluated].notna().all() and after_one[-evaluated:].isna().all()
+
+
 def test_drift_within_a_batch_is_logged_apart_from_its_staleness(model_path, tmp_path):
     trainer = build(model_path, tmp_path, num_iterations=3, max_staleness=3, max_steps=9)
     trainer.train()

@@ -142,7 +142,7 @@ class A3POTrainer(GRPOTrainer):
         self._resumed: RunState | None = None
         self._holds_push = False
         self._taken: list[Row] | None = None
-        self._row_weights: dict[int, float] = {}
+        self._row_weights: dict[int, float] | None = {}  # by row of the completions table, while it is known
         self._loss_inputs: dict[str, Any] | None = None
         self._objective_stats: Any | None = None
         self._gaps: list[EngineGap] | None = None
@@ -320,6 +320,8 @@ class A3POTrainer(GRPOTrainer):
         groups = self._team.lead(lambda: self._checked(self._session.evaluate(self, list(itertools.chain(*gathered)))))
         sampled = [(group, number) for group in groups for number in range(len(group.rollouts))]
         self._taken = share_of(sampled, self._team.rank, self._team.size)
+        self._show_row_weights()
+        self._row_weights = None  # the rows of the batch in training move in the table, or leave it
 
     def evaluation_loop(self, *args, **kwargs):
         output = super().evaluation_loop(*args, **kwargs)
@@ -442,7 +444,7 @@ class A3POTrainer(GRPOTrainer):
                 self._metrics["train"]["a3po/forward/token_ratio"].append(self._training_forward.token_ratio)
                 gaps = self._gaps_of(outputs[0], inputs)
                 self._gaps = gaps if self._gaps is None else [a + b for a, b in zip(self._gaps, gaps, strict=True)]
-            if "log_row" in inputs:
+            if "log_row" in inputs and self._row_weights is not None:
                 mask = inputs["completion_mask"]
                 means = (weight * mask).sum(1) / mask.sum(1).clamp(min=1)
                 self._row_weights.update(zip(inputs["log_row"].tolist(), means.tolist(), strict=True))
@@ -584,7 +586,7 @@ class A3POTrainer(GRPOTrainer):
 
     def _show_row_weights(self) -> None:
         """Fill the column `w` of the completions table, whose rows are those of all processes."""
-        if self.log_completions and self._logs["extra"]["w"]:
+        if self.log_completions and self._row_weights is not None and self._logs["extra"]["w"]:
             for weights in self._team.gather(self._row_weights) or ():
                 for row, weight in weights.items():
                     self._logs["extra"]["w"][row] = weight
@@ -617,10 +619,11 @@ def replay_logs(rows: list[Row], log_extra: Callable, log_metric: Callable) -> N
 
 
 def completion_columns(rows: list[Row], version: int) -> dict[str, list]:
-    """Columns of the completions table, one value per rollout; `w`, the mean weight, is known after the loss."""
+    """Columns of the completions table, one value per rollout; `w`, the mean weight, is known after the loss, and
+    there is none in an evaluation."""
     rollouts = taken_rollouts(rows)
     return {
         "versions": [f"{min(r.versions)}-{max(r.versions)}" for r in rollouts],
         "staleness": [version - sum(r.versions) / len(r.versions) for r in rollouts],
-        "w": [float("nan")] * len(rollouts),
+        "w": [None] * len(rollouts),
     }
