@@ -1,11 +1,14 @@
-"""README and docs name only what exists: links, files, tests, settings, and the metrics a run logs."""
+"""README and docs name only what exists: links, files, tests, settings; the pages of the API are the docstrings."""
 
+import importlib.util
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
+from trl import GRPOConfig
 
+import trl_a3po
 from trl_a3po import A3POConfig
 
 ROOT = Path(__file__).parents[1]
@@ -87,3 +90,16 @@ def test_every_page_is_in_the_index():
     index = text_of(ROOT / "docs" / "README.md")
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "README.md" or f"]({page.name})" in index, page.name
+
+
+def test_the_pages_of_the_api_are_those_of_the_docstrings():
+    """Where this fails: `python docs/api.py`, and commit what it changes."""
+    spec = importlib.util.spec_from_file_location("docs_api", ROOT / "docs" / "api.py")
+    api = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(api)
+    committed = {page.name: text_of(page) for page in (ROOT / "docs" / "api").glob("*.md")}
+    assert committed == api.pages()
+    for name in trl_a3po.__all__:
+        assert any(f"`{name}`" in text for text in committed.values()), name
+    settings = set(A3POConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
+    assert settings <= set(re.findall(r"^\| `(\w+)` ", committed["config.md"], re.M))
