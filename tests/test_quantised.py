@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.runs import build, logged
 from tests.tiny import save_tiny_model
+from trl_a3po.engines.vllm.opening import base_weights
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.publish.perturb import known_logps
 from trl_a3po.publish.quantised import is_quantised, keep_trainable
@@ -63,6 +64,19 @@ def test_an_adapter_on_four_bits_trains_asynchronously_and_the_engine_follows(mo
     assert max(logged(trainer, "a3po/delivery/gap")) < 2e-3
     assert 0 < max(logged(trainer, "a3po/engine_gap/mean")) < 2e-3
     assert max(logged(trainer, "a3po/staleness/max")) == 2
+
+
+def test_a_server_of_the_trainers_own_gets_the_base_dequantised_under_its_plain_names(model_path):
+    config = BitsAndBytesConfig(**FOUR_BITS)
+    base = AutoModelForCausalLM.from_pretrained(model_path, quantization_config=config, dtype=torch.float32)
+    model = get_peft_model(base, adapter())
+    spec = policy_spec(model, torch.float32)
+    plain = AutoModelForCausalLM.from_config(spec.config, dtype=torch.float32)
+    load_update(plain, base_weights(spec, collect_weights(model, 0, complete=True)))
+    keep_trainable(model)
+    with model.disable_adapter():
+        expected = known_logps(model, PROMPTS, COMPLETIONS, 1.0)
+    torch.testing.assert_close(known_logps(plain, PROMPTS, COMPLETIONS, 1.0), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ Tensor names are those of the trained, unwrapped module (`PeftModel` included), 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,10 +81,26 @@ class GatheredTensors(Mapping[str, torch.Tensor]):
                 for name in names:
                     yield name, tensors.pop(name)
 
+    def renamed(self, names: Mapping[str, str]) -> "GatheredTensors":
+        """Those of `names` (theirs here -> the new one), and no others."""
+        before = {new: old for old, new in names.items()}
+
+        @contextmanager
+        def gather(new: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+            with self._gather([before[name] for name in new]) as tensors:
+                yield {name: tensors.pop(before[name]) for name in new}
+
+        buckets = [[names[name] for name in bucket if name in names] for bucket in self._buckets]
+        return GatheredTensors(
+            {names[name]: spec for name, spec in self.specs.items() if name in names},
+            list(filter(None, buckets)),
+            gather,
+        )
+
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.specs:
             raise KeyError(name)
-        raise TypeError(f"{name!r} is spread over processes and cannot be had alone: go through items().")
+        raise TypeError(f"{name!r} exists only while items() is at it and cannot be had alone.")
 
     def __contains__(self, name: object) -> bool:
         return name in self.specs

@@ -20,7 +20,7 @@ from trl_a3po.engines.vllm.server import Facts, Server
 from trl_a3po.engines.vllm.startup import Needs
 from trl_a3po.engines.vllm.weights import CheckpointFolder
 from trl_a3po.errors import EngineError
-from trl_a3po.publish.policy import PolicySpec, WeightUpdate
+from trl_a3po.publish.policy import GatheredTensors, PolicySpec, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class OwnServer:
                 "servers."
             )
         base = CheckpointFolder(root / "base", spec)
-        base.write(_base_weights(spec, update))
+        base.write(base_weights(spec, update))
         options = {"--gpu-memory-utilization": str(self.gpu_memory)} if self.device.type == "cuda" else {}
         if self.slots is not None:
             options["--max-num-seqs"] = str(self.slots)
@@ -145,13 +145,15 @@ def _unusable(server: Server, fault: HttpFault, needs: Needs) -> str:
     return f"The vLLM server at {server.url} did not answer: {fault} S{start}"
 
 
-def _base_weights(spec: PolicySpec, update: WeightUpdate) -> WeightUpdate:
+def base_weights(spec: PolicySpec, update: WeightUpdate) -> WeightUpdate:
     """`update` without its adapter, under the names of the plain model."""
     if spec.peft_config is None:
         return update
-    tensors = {
-        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
-        for name, tensor in update.tensors.items()
+    names = {
+        name: name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        for name in update.tensors
         if ".lora_" not in name
     }
-    return WeightUpdate(update.version, tensors)
+    if isinstance(update.tensors, GatheredTensors):
+        return WeightUpdate(update.version, update.tensors.renamed(names))
+    return WeightUpdate(update.version, {new: update.tensors[name] for name, new in names.items()})
