@@ -5,7 +5,16 @@ import weakref
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.publish.merged import collect_merged, merged_spec
@@ -31,6 +40,12 @@ def llama(tied: bool) -> LlamaForCausalLM:
 def qwen3() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True)).eval()
+
+
+def mixture_of_experts() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **experts, head_dim=8)).eval()
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -64,8 +79,10 @@ POLICIES = {
     "llama untied": lambda: llama(False),
     "qwen3": qwen3,
     "gpt2": gpt2,
+    "mixture of experts": mixture_of_experts,
     "lora": lambda: adapted(llama(True), target_modules="all-linear"),
     "lora on gpt2": lambda: adapted(gpt2(), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True),
+    "lora on experts": lambda: adapted(mixture_of_experts(), target_modules=["q_proj", "v_proj"]),
     "dora": lambda: adapted(llama(False), target_modules="all-linear", use_dora=True),
     "rslora": lambda: adapted(qwen3(), target_modules="all-linear", use_rslora=True),
     "pissa": lambda: adapted(llama(True), target_modules=["q_proj"], init_lora_weights="pissa"),
@@ -74,7 +91,8 @@ POLICIES = {
     "modules_to_save, untied": lambda: adapted(llama(False), target_modules=["v_proj"], modules_to_save=["norm"]),
     "bias": lambda: adapted(gpt2(), target_modules=["c_attn"], fan_in_fan_out=True, lora_bias=True),
 }
-ADAPTED = [name for name, make in POLICIES.items() if name not in ("llama tied", "llama untied", "qwen3", "gpt2")]
+PLAIN = ("llama tied", "llama untied", "qwen3", "gpt2", "mixture of experts")
+ADAPTED = [name for name in POLICIES if name not in PLAIN]
 
 
 @pytest.fixture(params=POLICIES)
