@@ -1,25 +1,24 @@
 """A3POTrainer on several GPUs: where the seconds of a step go, and how it grows with the GPUs that train.
 
     python recipes/benchmarks/many_gpus.py --arms 1+1 3+1 2+2 3z+1          # all arms, one after the other
+    python recipes/benchmarks/many_gpus.py --arms 3z+1 3z:grpo 3z:grpo:lora # ZeRO-3 beside GRPOTrainer's
     python recipes/benchmarks/many_gpus.py --shape tiny --arms 1+1 --cpu    # to try the script
 
-An arm `3z+1` trains on 3 GPUs with ZeRO-3 and generates on 1 more; without the `z` it is DDP. Random weights of the
-shape, bf16, completions of equal length; `lora` in an arm's name (`3z+1:lora`) trains a rank-16 adapter. Every arm is
-started as `torchrun` would, and has a time limit. `idle` are the shares of a step in which the trainer waits for
-rollouts and in which the engine waits for admission.
+An arm `3z+1` trains on 3 GPUs with ZeRO-3 and generates on 1 more; without the `z` it is DDP. After it, `:lora` trains
+a rank-16 adapter, `:padded` pads as TRL does, and `3z:grpo` is GRPOTrainer on 3 GPUs, which is handed completions of
+the same lengths, so that its step is training alone: hold it against `train`. Random weights of the shape, bf16,
+completions of equal length. `idle` are the shares of a step in which the trainer waits for rollouts and in which the
+engine waits for admission; `gathers` are ZeRO-3's collectives for weights in a step.
 """
 
 import argparse
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from arms import add_arguments, end_arm, first_token_reward, mean, prompts, run_arms, step_clock
 
 SHAPES = {  # layers, hidden, intermediate, heads, key-value heads, tied embeddings
     "tiny": (2, 64, 128, 4, 2, True),
@@ -30,12 +29,16 @@ SHAPES = {  # layers, hidden, intermediate, heads, key-value heads, tied embeddi
     "14b": (40, 5120, 17408, 40, 8, False),
     "32b": (64, 5120, 25600, 64, 8, False),
 }
-COLUMNS = ("step", "wait", "publish", "train", "tokens/s", "engine tokens/s", "trainer idle", "engine blocked", "GiB")
+COLUMNS = (
+    *("step", "wait", "publish", "train", "tokens/s", "engine tokens/s", "trainer idle", "engine blocked", "gathers"),
+    "GiB",
+)
+WARM = 2  # steps that are not measured
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", nargs="+", default=["1+1", "3+1", "2+2", "3z+1"])
+    add_arguments(parser, arms=["1+1", "3+1", "2+2", "3z+1"], limit=240.0, json="many_gpus.json")
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--completions", type=int, default=192, help="completions an optimizer step")
     parser.add_argument("--micro_batch", type=int, default=16)
@@ -43,107 +46,152 @@ def parse_arguments():
     parser.add_argument("--tokens", type=int, default=128, help="tokens a completion")
     parser.add_argument("--slots", type=int, default=192)
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after two")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds an arm may take")
     parser.add_argument("--cpu", action="store_true", help="gloo on a CPU, to try the script")
-    parser.add_argument("--json", default="many_gpus.json", help="write the numbers here")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)  # of one process of an arm
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def meaning(arm: str) -> tuple[int, bool, int, bool]:
-    """`3z+1:lora` -> processes that train, ZeRO-3, devices that generate, LoRA."""
-    trains, zero, generates, lora = re.fullmatch(r"(\d)(z?)\+(\d)(:lora)?", arm).groups()
-    return int(trains), bool(zero), int(generates), bool(lora)
+@dataclass(frozen=True)
+class Arm:
+    """`3z+1:lora` in parts: processes that train, ZeRO-3, devices that generate, and options."""
+
+    trains: int
+    zero: bool
+    generates: int
+    options: frozenset[str]
+
+    @classmethod
+    def of(cls, name: str) -> "Arm":
+        found = re.fullmatch(r"(\d)(z?)(?:\+(\d))?((?::(?:lora|grpo|padded))*)", name)
+        if found is None:
+            raise ValueError(f"The arm {name!r} is not known: give one like 3+1, 3z+1:lora or 3z:grpo.")
+        trains, zero, generates, options = found.groups()
+        return cls(int(trains), bool(zero), int(generates or 0), frozenset(options.split(":")[1:]))
 
 
 # --- one process of an arm ----------------------------------------------------------------------------------------
 
 
 def train(arguments) -> None:
-    from datasets import Dataset
     from peft import LoraConfig
     from transformers import TrainerCallback
+    from trl import GRPOConfig
 
     from trl_a3po import A3POConfig, A3POTrainer
 
-    processes, zero, engines, lora = meaning(arguments.arm)
-    folder, cpu = Path(arguments.folder), arguments.cpu
+    arm, cpu = Arm.of(arguments.arm), arguments.cpu
     tokenizer = word_tokenizer()
-    vocab = len(tokenizer)
-    args = A3POConfig(
-        output_dir=str(folder / "run"),
-        per_device_train_batch_size=arguments.micro_batch,
-        gradient_accumulation_steps=arguments.completions // processes // arguments.micro_batch,
-        num_generations=8,
-        max_completion_length=arguments.tokens,
-        generation_kwargs={"min_new_tokens": arguments.tokens},
-        max_steps=arguments.steps + 2,
-        max_staleness=2,
-        learning_rate=1e-6,
-        gradient_checkpointing=arguments.shape not in ("tiny", "small", "0.6b", "1.5b"),
-        engine_device=["cpu"] * engines if cpu else [f"cuda:{processes + n}" for n in range(engines)],
-        engine_slots=arguments.slots,
-        engine_dtype="float32" if cpu else "bfloat16",
-        use_cpu=cpu and not zero,
-        ddp_backend="gloo" if cpu else "nccl",
-        bf16=not cpu,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    model = random_model(arguments.shape, vocab, torch.float32 if cpu else torch.bfloat16, zero)
-    steps: list[dict[str, float]] = []
+    settings = {
+        "output_dir": str(Path(arguments.folder) / "run"),
+        "per_device_train_batch_size": arguments.micro_batch,
+        "gradient_accumulation_steps": arguments.completions // arm.trains // arguments.micro_batch,
+        "num_generations": 8,
+        "max_completion_length": arguments.tokens,
+        "max_steps": arguments.steps + WARM,
+        "learning_rate": 1e-6,
+        "gradient_checkpointing": arguments.shape not in ("tiny", "small", "0.6b", "1.5b"),
+        "use_cpu": cpu and not arm.zero,
+        "ddp_backend": "gloo" if cpu else "nccl",
+        "bf16": not cpu,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    if "grpo" in arm.options:
+        trainer_class, args = completing_trainer(arguments.tokens), GRPOConfig(**settings)
+    else:
+        trainer_class = A3POTrainer
+        args = A3POConfig(
+            **settings,
+            generation_kwargs={"min_new_tokens": arguments.tokens},
+            max_staleness=2,
+            engine_device=["cpu"] * arm.generates
+            if cpu
+            else [f"cuda:{arm.trains + number}" for number in range(arm.generates)],
+            engine_slots=arguments.slots,
+            engine_dtype="float32" if cpu else "bfloat16",
+            packed_forward="off" if "padded" in arm.options else "auto",
+        )
+    model = random_model(arguments.shape, len(tokenizer), torch.float32 if cpu else torch.bfloat16, arm.zero)
+    steps: list[float] = []
+    gathers: list[int] = []
+    count = counted_gathers() if arm.zero else lambda: 0
 
-    class Steps(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
-            self.began = time.perf_counter()
-
+    class Gathers(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            steps.append({"step": time.perf_counter() - self.began})
+            gathers.append(count())
 
-    prompts = [
-        " ".join(f"t{3 + (97 * row + 31 * word) % (vocab - 3)}" for word in range(arguments.prompt_tokens))
-        for row in range(1024)
-    ]
-    trainer = A3POTrainer(
+    trainer = trainer_class(
         model,
-        lambda completion_ids, **kwargs: [ids[0] % 7 / 6 for ids in completion_ids],
+        first_token_reward,
         args=args,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        train_dataset=prompts(arguments.prompt_tokens, len(tokenizer)),
         processing_class=tokenizer,
-        callbacks=[Steps()],
-        peft_config=LoraConfig(r=16, target_modules="all-linear") if lora else None,
+        callbacks=[step_clock(steps), Gathers()],
+        peft_config=LoraConfig(r=16, target_modules="all-linear") if "lora" in arm.options else None,
     )
     trainer.train()
-    memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    memories = trainer._team.gather(memory)
-    if trainer.is_world_process_zero():
-        history = [entry for entry in trainer.state.log_history if "a3po/time/wait" in entry][2:]
-        names = ("a3po/time/wait", "a3po/time/publish", "a3po/time/blocked")
-        mean = {name: sum(entry[name] for entry in history) / len(history) for name in names}
-        seconds = sum(step["step"] for step in steps[2:]) / len(steps[2:])
-        tokens = arguments.completions * arguments.tokens
-        result = {
-            "step": seconds,
-            "wait": mean["a3po/time/wait"],
-            "publish": mean["a3po/time/publish"],
-            "train": seconds - mean["a3po/time/wait"] - mean["a3po/time/publish"],
-            "tokens/s": tokens / seconds,
-            "engine tokens/s": history[-1]["a3po/engine/tokens_per_second"],
-            "trainer idle": mean["a3po/time/wait"] / seconds,
-            "engine blocked": mean["a3po/time/blocked"] / seconds,
-            "GiB": max(memories),
-            "engine start": trainer.state.log_history[0]["a3po/time/engine_start"],
-            "engine gap": trainer.state.log_history[0]["a3po/engine_gap/mean"],
-            "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
-        }
-        (folder / "result.json").write_text(json.dumps(result))
-    sys.stdout.flush()
-    os._exit(0)  # gloo's and NCCL's threads are not worth waiting for
+    memory = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0)
+    memories = trainer.accelerator.gather(memory.to(trainer.accelerator.device)[None])
+    if not trainer.is_world_process_zero():
+        end_arm(arguments, None)
+    seconds, history = mean(steps[WARM:]), trainer.state.log_history
+    result = dict.fromkeys(("wait", "publish", "engine tokens/s", "trainer idle", "engine blocked"), 0.0)
+    if "grpo" not in arm.options:
+        result = engine_side([entry for entry in history if "a3po/time/wait" in entry], seconds)
+    result |= {
+        "step": seconds,
+        "train": seconds - result["wait"] - result["publish"],
+        "tokens/s": arguments.completions * arguments.tokens / seconds,
+        "gathers": (gathers[-1] - gathers[WARM - 1]) / arguments.steps,
+        "GiB": memories.max().item(),
+        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
+    }
+    end_arm(arguments, result)
+
+
+def engine_side(history: list[dict[str, float]], seconds: float) -> dict[str, float]:
+    """What A3POTrainer's log says of a run whose steps take `seconds`."""
+    first, measured = history[0], history[WARM:]
+    wait, publish, blocked = (
+        mean(entry[f"a3po/time/{name}"] for entry in measured) for name in ("wait", "publish", "blocked")
+    )
+    return {
+        "wait": wait,
+        "publish": publish,
+        "engine tokens/s": measured[-1]["a3po/engine/tokens_per_second"],
+        "trainer idle": wait / seconds,
+        "engine blocked": blocked / seconds,
+        "engine start": first["a3po/time/engine_start"],
+        "engine gap": first["a3po/engine_gap/mean"],
+    }
+
+
+def completing_trainer(tokens: int):
+    """GRPOTrainer that is handed completions of so many tokens."""
+    from trl import GRPOTrainer
+
+    class CompletingTrainer(GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            vocab = len(self.processing_class)
+            rows = range(len(prompt_ids))
+            return [[3 + (89 * row + 37 * place) % (vocab - 3) for place in range(tokens)] for row in rows], None
+
+    return CompletingTrainer
+
+
+def counted_gathers():
+    """How many collectives of this process have gathered partitioned weights, from now on."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    inner, calls = partition_parameters._dist_allgather_fn, []
+
+    def gather(*args, **kwargs):
+        calls.append(None)
+        return inner(*args, **kwargs)
+
+    partition_parameters._dist_allgather_fn = gather
+    return lambda: len(calls)
 
 
 def word_tokenizer(vocab: int = 32768):
@@ -209,48 +257,29 @@ def zero_config() -> dict:
 # --- all arms -----------------------------------------------------------------------------------------------------
 
 
-def launch(arm: str, arguments) -> dict[str, float] | str:
-    processes, zero, _, _ = meaning(arm)
-    with tempfile.TemporaryDirectory() as folder:
-        environment = dict(os.environ)
-        if zero:
-            config = Path(folder) / "zero3.json"
-            config.write_text(json.dumps(zero_config()))
-            environment |= {
-                "ACCELERATE_USE_DEEPSPEED": "true",
-                "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config),
-                "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
-                "ACCELERATE_MIXED_PRECISION": "no" if arguments.cpu else "bf16",
-            }
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
-        command += [__file__, *sys.argv[1:], "--arm", arm, "--folder", folder]
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=arguments.limit, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            return f"took more than {arguments.limit:.0f} s: {(error.stdout or b'')[-1500:]!r}"
-        result = Path(folder) / "result.json"
-        if not result.is_file():
-            return (done.stdout + done.stderr)[-5000:]
-        return json.loads(result.read_text())
+def environment(arm: str, folder: Path, cpu: bool) -> dict[str, str]:
+    if not Arm.of(arm).zero:
+        return {}
+    config = folder / "zero3.json"
+    config.write_text(json.dumps(zero_config()))
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config),
+        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
+        "ACCELERATE_MIXED_PRECISION": "no" if cpu else "bf16",
+    }
 
 
 def main():
     arguments = parse_arguments()
     if arguments.arm:
         train(arguments)
-    results = {}
-    for arm in arguments.arms:
-        began = time.perf_counter()
-        results[arm] = launch(arm, arguments)
-        Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "arms": results}, indent=1))
-        took = time.perf_counter() - began
-        if isinstance(results[arm], str):
-            print(f"{arm} ({took:.0f} s) failed:\n{results[arm]}", flush=True)
-            continue
-        numbers = "  ".join(f"{name} {results[arm][name]:.3g}" for name in COLUMNS)
-        print(f"{arguments.shape} {arm} ({took:.0f} s): {numbers}", flush=True)
+    run_arms(
+        arguments,
+        COLUMNS,
+        processes=lambda arm: Arm.of(arm).trains,
+        environment=lambda arm, folder: environment(arm, folder, arguments.cpu),
+    )
 
 
 if __name__ == "__main__":

@@ -10,15 +10,12 @@ starts its own server; the servers' logs are shown where one fails.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
+from arms import add_arguments, end_arm, first_token_reward, mean, prompts, run_arms, step_clock
 from many_gpus import SHAPES, random_model, word_tokenizer
 
 COLUMNS = ("step", "wait", "publish", "GB/s", "tokens/s", "engine tokens/s", "trainer idle", "engine blocked")
@@ -27,7 +24,7 @@ WARM = 3  # steps that are not measured
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", nargs="+", default=["nccl", "disk", "lora", "grpo"])
+    add_arguments(parser, arms=["nccl", "disk", "lora", "grpo"], limit=280.0, json="vllm_publish.json")
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--completions", type=int, default=64, help="completions an optimizer step")
     parser.add_argument("--micro_batch", type=int, default=16)
@@ -35,13 +32,9 @@ def parse_arguments():
     parser.add_argument("--tokens", type=int, default=256, help="tokens a completion")
     parser.add_argument("--steps", type=int, default=8, help="measured steps")
     parser.add_argument("--kv_on_publish", default="keep")
-    parser.add_argument("--limit", type=float, default=280.0, help="seconds an arm may take")
     parser.add_argument("--cpu", action="store_true", help="to try the script")
     parser.add_argument("--vllm_python", default=sys.executable)
     parser.add_argument("--weights_dir", default="/dev/shm", help="folder for weights on their way by disk")
-    parser.add_argument("--json", default="vllm_publish.json", help="write the numbers here")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)  # of the process of an arm
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -68,45 +61,9 @@ def common(arguments) -> dict:
     }
 
 
-def data(arguments, vocab: int):
-    from datasets import Dataset
-
-    return Dataset.from_dict(
-        {
-            "prompt": [
-                " ".join(f"t{3 + (97 * row + 31 * word) % (vocab - 3)}" for word in range(arguments.prompt_tokens))
-                for row in range(1024)
-            ]
-        }
-    )
-
-
-def reward(completion_ids, **kwargs):
-    return [ids[0] % 7 / 6 for ids in completion_ids]
-
-
-def clock(steps: list[float]):
-    from transformers import TrainerCallback
-
-    class Steps(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
-            self.began = time.perf_counter()
-
-        def on_step_end(self, *args, **kwargs):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            steps.append(time.perf_counter() - self.began)
-
-    return Steps()
-
-
-def mean(values) -> float:
-    values = list(values)
-    return sum(values) / len(values)
-
-
 def train_a3po(arguments, way: str, one_gpu: bool) -> dict[str, float]:
     from peft import LoraConfig
+    from transformers import TrainerCallback
 
     from trl_a3po import A3POConfig, A3POTrainer
 
@@ -128,21 +85,18 @@ def train_a3po(arguments, way: str, one_gpu: bool) -> dict[str, float]:
     )
     trainer = A3POTrainer(
         model,
-        reward,
+        first_token_reward,
         args=args,
-        train_dataset=data(arguments, len(tokenizer)),
+        train_dataset=prompts(arguments.prompt_tokens, len(tokenizer)),
         processing_class=tokenizer,
-        callbacks=[clock(steps)],
+        callbacks=[step_clock(steps)],
         peft_config=LoraConfig(r=16, target_modules="all-linear") if way == "lora" else None,
     )
 
-    class Published(type(clock([]))):
+    class Published(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
             stats = trainer._session.engine.stats()
             published.append((stats.publish_seconds, stats.extra))
-
-        def on_step_begin(self, *args, **kwargs):
-            pass
 
     trainer.add_callback(Published())
     trainer.train()
@@ -201,11 +155,11 @@ def train_grpo(arguments) -> dict[str, float]:
         )
         trainer = GRPOTrainer(
             model,
-            reward,
+            first_token_reward,
             args=args,
-            train_dataset=data(arguments, len(tokenizer)),
+            train_dataset=prompts(arguments.prompt_tokens, len(tokenizer)),
             processing_class=tokenizer,
-            callbacks=[clock(steps)],
+            callbacks=[step_clock(steps)],
         )
         generation = trainer.vllm_generation
         generation.sync_weights = timed(generation.sync_weights, syncs)
@@ -242,44 +196,14 @@ def timed(function, seconds: list[float]):
 def train(arguments) -> None:
     way, _, gpus = arguments.arm.partition(":")
     result = train_grpo(arguments) if way == "grpo" else train_a3po(arguments, way, gpus == "1")
-    (Path(arguments.folder) / "result.json").write_text(json.dumps(result))
-    sys.stdout.flush()
-    os._exit(0)  # NCCL's threads are not worth waiting for
-
-
-# --- all arms -----------------------------------------------------------------------------------------------------
-
-
-def launch(arm: str, arguments) -> dict[str, float] | str:
-    with tempfile.TemporaryDirectory() as folder:
-        # By torchrun, or the Trainer would want every visible GPU for itself.
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--standalone"]
-        command += [__file__, *sys.argv[1:], "--arm", arm, "--folder", folder]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
-        except subprocess.TimeoutExpired as error:
-            return (
-                f"took more than {arguments.limit:.0f} s: {((error.stdout or b'') + (error.stderr or b''))[-3000:]!r}"
-            )
-        result = Path(folder) / "result.json"
-        return json.loads(result.read_text()) if result.is_file() else (done.stdout + done.stderr)[-6000:]
+    end_arm(arguments, result)
 
 
 def main():
     arguments = parse_arguments()
     if arguments.arm:
         train(arguments)
-    results = {}
-    for arm in arguments.arms:
-        began = time.perf_counter()
-        results[arm] = launch(arm, arguments)
-        Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "arms": results}, indent=1))
-        took = time.perf_counter() - began
-        if isinstance(results[arm], str):
-            print(f"{arm} ({took:.0f} s) failed:\n{results[arm]}", flush=True)
-            continue
-        numbers = "  ".join(f"{name} {results[arm][name]:.3g}" for name in COLUMNS)
-        print(f"{arguments.shape} {arm} ({took:.0f} s): {numbers}", flush=True)
+    run_arms(arguments, COLUMNS)
 
 
 if __name__ == "__main__":
