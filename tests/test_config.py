@@ -122,6 +122,7 @@ REFUSED = [
     ({"reward_on_timeout": math.nan, "reward_timeout": 5.0, "reward_workers": 1}, "reward_on_timeout=nan"),
     ({"max_rejected_groups_in_a_row": 0}, "max_rejected_groups_in_a_row=0"),
     ({"stall_timeout": -1.0}, "stall_timeout=-1.0"),
+    ({"save_on_each_node": True}, "set save_on_each_node=False, and output_dir to a folder that they share"),
     ({"behavior_weight_cap": 1.0}, "behavior_weight_cap=1.0"),
     ({"spo_negative_scale": 1.5}, "spo_negative_scale=1.5"),
     ({"temperature": 0.0}, "temperature=0.0"),

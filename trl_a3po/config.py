@@ -14,7 +14,7 @@ from trl import GRPOConfig
 from trl_a3po.checks.engine import check_engine
 from trl_a3po.checks.objective import RIVALS, check_objective
 from trl_a3po.checks.schedule import check_schedule
-from trl_a3po.checks.values import check_choices, check_forward, check_numbers
+from trl_a3po.checks.values import check_checkpoints, check_choices, check_forward, check_numbers
 from trl_a3po.rollout.admission import staleness_of_schedule
 
 CHOICES = {
@@ -430,6 +430,7 @@ class A3POConfig(GRPOConfig):
         check_choices(self, CHOICES)
         check_engine(self)
         check_numbers(self)
+        check_checkpoints(self)
         check_forward(self)
         if self.importance_sampling_level == "sequence":
             self.behavior_weight_level = "sequence"

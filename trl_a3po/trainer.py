@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints
 from trl import GRPOTrainer
 
 from trl_a3po import objectives
@@ -43,6 +43,7 @@ from trl_a3po.checks.policy import check_policy, check_sharding, check_trained_b
 from trl_a3po.checks.schedule import check_periodic
 from trl_a3po.config import A3POConfig
 from trl_a3po.distributed.dealing import Row, dealt_rows, share_of
+from trl_a3po.distributed.shared_folder import check_shared
 from trl_a3po.distributed.team import Team
 from trl_a3po.distributed.watch import Watch
 from trl_a3po.forward.training import TrainingForward
@@ -159,14 +160,23 @@ class A3POTrainer(GRPOTrainer):
             return TrainOutput(self.state.global_step, 0.0, {})
         check_trained_before(self._trained_before, self.is_deepspeed_enabled)
         self._trained_before = True
-        folder = choose_checkpoint(resume_from_checkpoint, self.args.output_dir) if resume_from_checkpoint else None
-        self._resumed = load_run(self, folder) if folder else None
-        begin_run(self, self._resumed)
         with Watch(self._team, free=self.close):
             try:
+                folder = self._resume(resume_from_checkpoint)
                 return super().train(str(folder) if folder else None, *args, **kwargs)
             finally:
                 self.close()
+
+    def _resume(self, resume_from_checkpoint: str | bool | None) -> Path | None:
+        """Set this process to a run's beginning, or to where a checkpoint was saved, and return its folder."""
+        if resume_from_checkpoint or self.args.save_strategy != SaveStrategy.NO:
+            check_shared(self._team, Path(self.args.output_dir))
+        folder = None
+        if resume_from_checkpoint:
+            folder = self._team.lead(lambda: choose_checkpoint(resume_from_checkpoint, self.args.output_dir))
+        self._resumed = load_run(self, folder) if folder else None
+        begin_run(self, self._resumed)
+        return folder
 
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step >= self.state.max_steps:  # resumed at its end: Trainer would train one more step

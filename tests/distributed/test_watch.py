@@ -1,32 +1,32 @@
 """A process that would wait for ever for one that failed ends by itself, also without a launcher."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.distributed.launch import ROOT
+from tests.distributed.launch import ROOT, free_port
 
 
 @pytest.mark.parametrize(
-    ("fault", "why"),
+    ("fault", "found_by", "why"),
     [
-        ("raises", "Ending process 0 of 2: process 1 of 2 failed: ZeroDivisionError: of process 1."),
-        ("hangs", "Ending process 0 of 2: process 1 of 2 has given no sign of life for 3 s."),
+        ("raises", "port", "Ending process 0 of 2: process 1 of 2 failed: ZeroDivisionError: of process 1."),
+        ("raises", "file", "Ending process 0 of 2: process 1 of 2 failed: ZeroDivisionError: of process 1."),
+        ("hangs", "port", "Ending process 0 of 2: process 1 of 2 has given no sign of life for 3 s."),
     ],
 )
-def test_a_process_that_waits_for_a_failed_one_says_so_frees_and_ends(fault, why):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def test_a_process_that_waits_for_a_failed_one_says_so_frees_and_ends(tmp_path, fault, found_by, why):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if found_by == "port":
+        environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    meeting = [str(tmp_path / "meeting")] if found_by == "file" else []
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.watched", fault],
+            [sys.executable, "-m", "tests.distributed.watched", fault, *meeting],
             cwd=ROOT,
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,

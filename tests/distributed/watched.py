@@ -1,5 +1,6 @@
 """Two processes without a launcher, of which one fails while the other would wait for ever:
-`python -m tests.distributed.watched FAULT` with torchrun's variables set."""
+`python -m tests.distributed.watched FAULT [FILE]` with torchrun's variables set, or, given a file to find each other
+by, RANK alone."""
 
 import os
 import signal
@@ -14,7 +15,11 @@ from trl_a3po.distributed.team import Team
 
 def main() -> None:
     watch.SILENT_SECONDS, watch.GRACE_SECONDS = 3.0, 2.0
-    dist.init_process_group("gloo")
+    if len(sys.argv) > 2:
+        found = {"init_method": f"file://{sys.argv[2]}", "rank": int(os.environ["RANK"]), "world_size": 2}
+        dist.init_process_group("gloo", **found)
+    else:
+        dist.init_process_group("gloo")
     team = Team()
     with watch.Watch(team, free=lambda: print("freed", flush=True)):
         if team.rank == 0:

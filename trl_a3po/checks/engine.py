@@ -58,6 +58,8 @@ def _check_engine_object(config: "A3POConfig") -> None:
 
 
 def _check_devices(config: "A3POConfig") -> None:
+    if config.process_index != 0:  # the engine runs on the main process's machine, and this may be another
+        return
     here = f"'cpu'{' or an accelerator of this machine' if torch.accelerator.is_available() else ''}"
     accelerator = torch.accelerator.current_accelerator()
     known = {"cpu"} if accelerator is None else {"cpu", accelerator.type}

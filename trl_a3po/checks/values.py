@@ -1,4 +1,5 @@
-"""Each setting by itself, and the few that need one another: choices, ranges of numbers, the training forward.
+"""Each setting by itself, and the few that need one another: choices, ranges of numbers, checkpoints, the training
+forward.
 
 Guarantees: what passes has the type and the range that its help gives; nothing is changed.
 """
@@ -33,6 +34,15 @@ def check_choices(config: "A3POConfig", choices: Mapping[str, Sequence[str]]) ->
         value = getattr(config, name)
         if value not in known:
             raise ValueError(f"{name}={value!r} is not known: set one of {', '.join(map(repr, known))}.")
+
+
+def check_checkpoints(config: "A3POConfig") -> None:
+    """Raise `ValueError` for checkpoints that could not be resumed from."""
+    if config.save_on_each_node:
+        raise ValueError(
+            "save_on_each_node=True would leave machines with checkpoints that lack the queue, which the main process "
+            "alone writes: set save_on_each_node=False, and output_dir to a folder that they share."
+        )
 
 
 def check_numbers(config: "A3POConfig") -> None:

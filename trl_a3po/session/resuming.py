@@ -71,6 +71,7 @@ def load_run(trainer, folder: Path) -> RunState:
         return _plain_run(trainer, folder)
     values = checkpoint.read_json(folder / checkpoint.STATE)
     _check_settings(values["settings"], settings(trainer), folder)
+    _check_processes(trainer, values["processes"], values["slices"] is not None, folder)
     _check_data_skip(trainer, folder)
     queue = decode_state(values["queue"], checkpoint.read_tensors(folder / checkpoint.GROUPS))
     if values["reward_funcs"] != trainer.reward_func_names:
@@ -90,14 +91,7 @@ def load_run(trainer, folder: Path) -> RunState:
         logs=values["logs"],
     )
     if values["slices"] is not None:
-        team = trainer._team
-        if values["processes"] != team.size:
-            raise ValueError(
-                f"{folder} was saved inside a generation batch that {values['processes']} processes shared, and "
-                f"{team.size} cannot go on with it: launch {values['processes']} processes, or resume from a step at "
-                "which a new batch begins."
-            )
-        tensors = checkpoint.read_tensors(folder / checkpoint.batch_file(team.rank))
+        tensors = checkpoint.read_tensors(folder / checkpoint.batch_file(trainer._team.rank))
         run.slices = [
             None if names is None else {name: tensors.get(f"{number}/{name}") for name in names}
             for number, names in enumerate(values["slices"])
@@ -133,6 +127,23 @@ def _check_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) ->
             + ", ".join(f"{name}={saved[name]!r} (now {now[name]!r})" for name in changed)
             + ": prompts and batches would not come as in that run, and some would be trained twice or never. Resume "
             "with the settings of that run, or start a new one from its weights."
+        )
+
+
+def _check_processes(trainer, saved: int, inside_a_batch: bool, folder: Path) -> None:
+    """Another number of processes goes on where nothing lies spread over them."""
+    now = trainer._team.size
+    if saved == now:
+        return
+    if trainer.is_deepspeed_enabled:
+        raise ValueError(
+            f"{folder} was saved under DeepSpeed by {saved} processes, over which the optimizer's state is spread, "
+            f"and {now} cannot go on with it: launch {saved} processes, or start a new run from its weights."
+        )
+    if inside_a_batch:
+        raise ValueError(
+            f"{folder} was saved inside a generation batch that {saved} processes shared, and {now} cannot go on with "
+            f"it: launch {saved} processes, or resume from a step at which a new batch begins."
         )
 
 
