@@ -2,47 +2,31 @@
 while others are still sampled, and equal to the synchronous step."""
 
 import itertools
-import random
 import threading
-import time
 
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerCallback
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from trl import GRPOTrainer
 
-from tests.runs import COMPLETE, GENERATIONS, assert_same_gradients, build, complete_or_stop, logged, train_recorded
-from tests.tiny import WORDS, save_tiny_model
-from trl_a3po import A3POConfig, A3POTrainer
+from tests.periodic import (
+    GROUPS,
+    MICRO_STEPS,
+    ShufflingEngine,
+    TakesRecorder,
+    float64_throughout,
+    prompts_of_one_length,
+    trained,
+)
+from tests.runs import COMPLETE, GENERATIONS, assert_same_gradients, build, complete_or_stop, logged
+from tests.tiny import save_tiny_model
+from trl_a3po import A3POConfig
 from trl_a3po.checks.schedule import check_periodic
 from trl_a3po.engines.protocol import GroupFailed
 from trl_a3po.errors import RewardError
 from trl_a3po.rollout.endings import GenerationFailed
 from trl_a3po.rollout.outcomes import Rejection
 from trl_a3po.testing import StubEngine
-
-GROUPS, MICRO_STEPS = 6, 3  # a period: three micro-steps of two groups each
-
-
-class ShufflingEngine(StubEngine):
-    """Finishes groups in a random order, and no more of them than takes have asked for."""
-
-    def __init__(self, seed: int, complete=COMPLETE):
-        super().__init__(complete)
-        self._order = random.Random(seed)
-        self.asked_for = 0
-
-    def wait(self, timeout):
-        with self._lock:
-            if self._events and self.asked_for:
-                self.asked_for -= 1
-                return [self._events.pop(self._order.randrange(len(self._events)))]
-        time.sleep(min(timeout, 0.001))
-        return []
 
 
 class HoldingEngine(StubEngine):
@@ -64,75 +48,14 @@ class HoldingEngine(StubEngine):
         return super().wait(timeout)
 
 
-class TakesRecorder(A3POTrainer):
-    """The prompts of every micro-step."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.taken: list[list[int]] = []
-
-    def _take(self):
-        if isinstance(self.args.engine, ShufflingEngine):
-            self.args.engine.asked_for += self.args.groups_per_take
-        rows = super()._take()
-        self.taken.append(sorted({group.prompt.index for group, _ in self._taken}))
-        return rows
-
-
-def prompts_of_one_length(rows: int = 32) -> Dataset:
-    prompts = [f"{WORDS[i]} {WORDS[(5 * i + 1) % len(WORDS)]} {WORDS[(3 * i + 2) % len(WORDS)]}" for i in range(rows)]
-    return Dataset.from_dict({"prompt": prompts, "target": list(range(rows))})
-
-
-def exact_reward(completion_ids, target, **kwargs):
-    """In eighths: TRL's float32 statistics of a group are then the same in whatever tensor it lies."""
-    return [(sum(ids) + t) % 8 / 8 for ids, t in zip(completion_ids, target, strict=True)]
-
-
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
-def float64_throughout(monkeypatch):
-    """The model's norm and TRL's head compute in float32 otherwise, and another order then moves gradients by 1e-9."""
-
-    def norm(self, hidden):
-        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-    def logps(self, model, input_ids, attention_mask, logits_to_keep, *args, compute_entropy=False, **kwargs):
-        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
-        logps = (logits / self.temperature).log_softmax(-1)
-        chosen = logps.gather(2, input_ids[:, -logits_to_keep:, None])[..., 0]
-        return chosen, -(logps.exp() * logps).sum(-1).detach() if compute_entropy else None, None
-
-    monkeypatch.setattr(LlamaRMSNorm, "forward", norm)
-    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", logps)
-
-
-def trained(model_path, folder, schedule="periodic", lora=False, trainer_class=TakesRecorder, **settings):
-    """`(trainer, clipped gradients of each step)` of a float64 run."""
-    trainer = build(
-        model_path,
-        folder,
-        trainer_class,
-        **{
-            "reward_funcs": exact_reward,
-            "schedule": schedule,
-            "per_device_train_batch_size": GROUPS // MICRO_STEPS * GENERATIONS,
-            "gradient_accumulation_steps": MICRO_STEPS,
-            "max_steps": 2,
-            "model_init_kwargs": {"dtype": torch.float64},
-            "packed_forward": "off",
-            "max_grad_norm": 0.05,  # always clipped
-            "peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
-            **settings,
-        },
-    )
-    for parameter in trainer.model.parameters():
-        parameter.data = parameter.data.double()
-    return trainer, train_recorded(trainer)
+def exact(monkeypatch):
+    float64_throughout(monkeypatch.setattr)
 
 
 def trained_prompts(trainer) -> list[int]:
@@ -149,6 +72,7 @@ def assert_equals_sync(model_path, folder, tolerance, seeds=(1,), complete=COMPL
         assert_same_gradients(found, expected, rtol=0, atol=tolerance)
         for name in ("grad_norm", "loss", "reward"):
             assert logged(mine, name) == pytest.approx(logged(sync, name), rel=1e-5, abs=1e-7), name
+        assert min(logged(mine, "grad_norm")) > mine.args.max_grad_norm  # clipped at every step
         for ours, theirs in zip(mine.model.parameters(), sync.model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
         assert [len(indices) for indices in mine.taken] == [GROUPS // MICRO_STEPS] * MICRO_STEPS * 2

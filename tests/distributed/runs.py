@@ -31,6 +31,7 @@ RUNS = {
     "cut-groups": {"num_generations": 16},
     "sequence": {"importance_sampling_level": "sequence", "loss_type": "dr_grpo"},
     "shared-prompt": {"packed_forward": "on", "shared_prompt": "on"},
+    "compared": {"compare_proximal_every": 1, "num_iterations": 2},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
 }
 KL = {"lora": True, "loss_type": "grpo", "beta": 0.04}
@@ -39,6 +40,8 @@ PERIODIC_RUNS = {
     "periodic": {"schedule": "periodic"},
     "sync-kl": {"schedule": "sync", **KL},
     "periodic-kl": {"schedule": "periodic", **KL},
+    "sync-rows": {"schedule": "sync", "loss_type": "dr_grpo"},
+    "periodic-rows": {"schedule": "periodic", "loss_type": "dr_grpo"},
 }
 MODES = {
     "one": {"use_cpu": True},
@@ -146,7 +149,7 @@ def run(name: str, folder: Path, mode: str, processes: int) -> None:
 
 def main() -> None:
     folder, mode, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:] or list(RUNS)
-    processes = 1 if mode == "one" else 2
+    processes = int(os.environ["WORLD_SIZE"])
     if mode.startswith("zero"):
         use_deepspeed(folder, int(mode[-1]))
     for name in names:

@@ -74,6 +74,16 @@ def test_an_evaluation_scores_what_one_process_scores(folder, spread):
     assert expected and logged(spread / "evaluation", "eval_reward") == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_anchors_compare_over_all_processes_as_in_one(folder, spread):
+    """Sums, means and extremes of the tokens of every process, at a batch's first optimizer step and its later one."""
+    names = {name for entry in log(folder / "one" / "compared")["history"] for name in entry if "/compare/" in name}
+    assert {"a3po/compare/first/gap/max", "a3po/compare/first/d2/w/mean", "a3po/compare/later/r/min"} <= names
+    for name in sorted(names):
+        expected = logged(folder / "one" / "compared", name)
+        assert logged(spread / "compared", name) == pytest.approx(expected, rel=1e-3, abs=1e-6), name
+    assert max(logged(spread / "compared", "a3po/compare/first/d2/gap/mean")) > 1e-3
+
+
 @pytest.mark.parametrize("name", ["full", "lora", "merged"])
 def test_zero3_never_holds_more_whole_weights_than_a_bucket(spread, name):
     if spread.name != "zero3":
