@@ -9,12 +9,14 @@ import pytest
 from trl import GRPOConfig
 
 import trl_a3po
+from tests.runs import build
 from trl_a3po import A3POConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SETTINGS = [ROOT / "README.md", ROOT / "docs" / "settings.md", ROOT / "docs" / "training_forward.md"]
 FOLDERS = ("docs", "notebooks", "recipes", "tests", "trl_a3po")
+ASYMPO = {"objective": "asympo", "loss_type": "grpo", "scale_rewards": "none"}
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -84,6 +86,27 @@ def test_settings_of_the_tables_are_fields(page):
         full = previous.rsplit("_", 1)[0] + name if name.startswith("_") else name
         assert full in fields, name
         previous = full
+
+
+def documented_metrics() -> list[str]:
+    """Patterns of the names in the tables of docs/metrics.md; `…` stands for anything."""
+    patterns = []
+    for cells in rows(ROOT / "docs" / "metrics.md", "metric"):
+        for name in re.findall(r"`([^`]+)`", cells[0]):
+            full = name if name.startswith("a3po/") else f"{patterns[-1].rsplit('/', name.count('/') + 1)[0]}/{name}"
+            patterns.append(full)
+    return patterns
+
+
+@pytest.mark.parametrize("settings", [{"compare_proximal_every": 1}, ASYMPO, {"schedule": "periodic"}], ids=str)
+def test_every_metric_that_a_run_logs_is_explained(model_path, tmp_path, settings):
+    trainer = build(model_path, tmp_path, **{"max_staleness": 2, "delivery_check_steps": 2, **settings})
+    trainer.train()
+    logged = {key for entry in trainer.state.log_history for key in entry if key.startswith("a3po/")}
+    logged = {re.sub(r"^a3po/d\d+/", "a3po/d2/", key) for key in logged}
+    known = [re.compile(re.escape(name).replace("…", ".+")) for name in documented_metrics()]
+    assert len(logged) > 30
+    assert {key for key in logged if not any(name.fullmatch(key) for name in known)} == set()
 
 
 def test_every_page_is_in_the_index():
