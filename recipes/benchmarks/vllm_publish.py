@@ -1,12 +1,12 @@
 """Training with engine="vllm": what a publish costs, by each way, and where the seconds of a step go.
 
     python recipes/benchmarks/vllm_publish.py --arms nccl disk lora grpo      # on 2 GPUs: one trains, one generates
-    python recipes/benchmarks/vllm_publish.py --arms disk:1 lora:1            # on 1 GPU, for both
+    python recipes/benchmarks/vllm_publish.py --arms ipc disk:1 lora:1        # on 1 GPU, for both
     python recipes/benchmarks/vllm_publish.py --shape small --cpu --arms disk lora --vllm_python PYTHON   # to try it
 
-`nccl` and `disk` send whole weights, `lora` a rank-16 adapter; `grpo` is GRPOTrainer with the same server. Random
-weights of the shape, bf16, completions of equal length. Each arm runs in a process of its own, with a time limit, and
-starts its own server; the servers' logs are shown where one fails.
+`nccl`, `ipc` and `disk` send whole weights, `lora` a rank-16 adapter; `grpo` is GRPOTrainer with the same server.
+Random weights of the shape, bf16, completions of equal length. Each arm runs in a process of its own, with a time
+limit, and starts its own server; the servers' logs are shown where one fails.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def train_a3po(arguments, way: str, one_gpu: bool) -> dict[str, float]:
         engine_dtype="float32" if arguments.cpu else "bfloat16",
         kv_on_publish=arguments.kv_on_publish,
         vllm_python=arguments.vllm_python,
-        vllm_weight_transfer="nccl" if way == "nccl" else "disk",
+        vllm_weight_transfer=way if way in ("nccl", "ipc") else "disk",
         vllm_weights_dir=str(Path(arguments.weights_dir) / Path(arguments.folder).name),
         vllm_gpu_memory_utilization=0.4,
     )
@@ -195,7 +195,7 @@ def timed(function, seconds: list[float]):
 
 def train(arguments) -> None:
     way, _, gpus = arguments.arm.partition(":")
-    result = train_grpo(arguments) if way == "grpo" else train_a3po(arguments, way, gpus == "1")
+    result = train_grpo(arguments) if way == "grpo" else train_a3po(arguments, way, gpus == "1" or way == "ipc")
     end_arm(arguments, result)
 
 

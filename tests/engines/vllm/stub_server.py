@@ -234,6 +234,8 @@ class _Listener(ThreadingHTTPServer):
 
 def _handler(stub: StubServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # streams are sent in chunks, as vLLM's are
+
         def log_message(self, *arguments):
             pass
 
@@ -324,8 +326,13 @@ def _handler(stub: StubServer) -> type[BaseHTTPRequestHandler]:
             self.answer(200, {"choices": choices})
             stub.served += 1
 
+        def chunk(self, data: str) -> None:
+            self.wfile.write(f"{len(data.encode()):x}\r\n{data}\r\n".encode())
+            self.wfile.flush()
+
         def stream(self, body: dict, fault: str | None) -> None:
             self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             sent = 0
 
@@ -335,18 +342,18 @@ def _handler(stub: StubServer) -> type[BaseHTTPRequestHandler]:
                 if fault == "cut" and sent > 5:
                     raise ConnectionResetError
                 if fault == "garbage_event" and sent > 5:
-                    self.wfile.write(b"data: {\n\n")
+                    self.chunk("data: {\n\n")
                 choice = {
                     "index": index,
                     "token_ids": [] if token is None else [token],
                     "logprobs": {"token_logprobs": [] if token is None else [logp]},
                     "finish_reason": finish,
                 }
-                self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
-                self.wfile.flush()
+                self.chunk(f"data: {json.dumps({'choices': [choice]})}\n\n")
 
             stub.sample(body, emit)
-            self.wfile.write(b"data: [DONE]\n\n")
+            self.chunk("data: [DONE]\n\n")
+            self.chunk("")
             stub.served += 1
 
     return Handler
