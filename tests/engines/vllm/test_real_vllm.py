@@ -10,8 +10,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tests.engines.running import is_gone, until
-from tests.engines.vllm.real_runs import TEMPERATURE, CheckingTrainer, trainer_of
+from tests.engines.vllm.real_runs import STALENESS, TEMPERATURE, CheckingTrainer, trainer_of
 from trl_a3po.engines.protocol import GroupRequest, SamplingSettings
+from trl_a3po.engines.vllm.completions import completion_body, noise_seed, parse_answer
 from trl_a3po.engines.vllm.engine import VLLMEngine
 from trl_a3po.engines.vllm.process import ServerProcess
 from trl_a3po.engines.vllm.server import Server
@@ -58,6 +59,40 @@ def test_a_run_with_whole_weights_stamps_every_token_with_its_version(
     )
     trainer.train()
     check_versions(trainer, exact_after_a_publish=kv_on_publish == "recompute")
+
+
+@pytest.mark.parametrize("schedule", ["periodic", pytest.param("fixed_lag", marks=pytest.mark.slow)])
+def test_every_group_is_of_the_version_that_the_schedule_says(adapter_server, tied_model, tmp_path, schedule):
+    trainer = trainer_of(
+        tied_model,
+        tmp_path,
+        True,
+        vllm_server_urls=[adapter_server],
+        schedule=schedule,
+        gradient_accumulation_steps=2,
+        loss_type="grpo",
+        max_steps=4,
+    )
+    trainer.train()
+    lag = 0 if schedule == "periodic" else STALENESS
+    versions = [(at, {v for r in group.rollouts for v in r.versions}) for at, group in trainer.groups]
+    assert versions == [(at, {max(0, at - lag)}) for at in range(4) for _ in range(2)]
+    assert max(trainer.own) < 1e-3
+
+
+def test_the_noise_of_a_rollout_is_decided_by_its_seed(adapter_server):
+    server, sampling = Server(adapter_server), SamplingSettings(12, temperature=TEMPERATURE)
+
+    def sampled(seed: int, count: int) -> list[list[int]]:
+        body = completion_body(
+            sampling, server.facts().model, "seeds", range(300, 310), count=count, done=0, stream=False, seed=seed
+        )
+        pieces = parse_answer(server.completion(body, 60.0).text(), count)
+        return [piece.token_ids for piece in sorted(pieces, key=lambda piece: piece.index)]
+
+    group = sampled(noise_seed(0, 5, 0, 0), 4)
+    assert sampled(noise_seed(0, 5, 0, 0), 4) == group and len(set(map(tuple, group))) == 4
+    assert sampled(noise_seed(0, 5, 2, 0), 1) == [group[2]]
 
 
 # --- a publish in the middle of rollouts ---------------------------------------------------------------------------
