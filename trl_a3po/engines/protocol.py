@@ -88,6 +88,8 @@ class EngineStats:
         waiting_requests: requests received but not started.
         restarts: times a worker was started again after it died.
         publish_seconds: duration of the last publish, as the trainer felt it.
+        awaits_publish: nothing is sampled until weights are published once more, also under the version that was
+            published last: a worker started again cannot be given them otherwise.
         extra: numbers of one engine only, logged under their own names.
     """
 
@@ -97,6 +99,7 @@ class EngineStats:
     waiting_requests: int = 0
     restarts: int = 0
     publish_seconds: float = 0.0
+    awaits_publish: bool = False
     extra: dict[str, float] = field(default_factory=dict)
 
 

@@ -80,6 +80,7 @@ class SeveralEngines:
             waiting_requests=sum(stats.waiting_requests for stats in every),
             restarts=sum(stats.restarts for stats in every),
             publish_seconds=sum(stats.publish_seconds for stats in every),
+            awaits_publish=any(stats.awaits_publish for stats in every),
             extra={name: max(stats.extra.get(name, 0.0) for stats in every) for name in names},
         )
 

@@ -47,7 +47,9 @@ class Session:
         first_row = 0 if resumed is None else resumed.queue.first_row
         prompts = PromptStream(prompt_rows(trainer, first_row), lambda row: tokenize_prompt(trainer, row), first_row)
         self.engine = build_engine(args, trainer.accelerator.device)
-        self.queue = build_queue(trainer, self.engine, prompts, self._scorer, self.timeline)
+        self.queue = build_queue(
+            trainer, self.engine, prompts, self._scorer, self.timeline, lambda: self._while_waiting(trainer)
+        )
         try:
             self._start_engine(trainer, version)
             self.published_version = self.publishes_counted_from = version
@@ -150,6 +152,13 @@ class Session:
         )
         check.at_start(version)
         return check
+
+    def _while_waiting(self, trainer) -> None:
+        """What the main thread does every now and then while it waits for rollouts."""
+        trainer._team.keep_waiting()
+        # With the weights of another version there would be none to give.
+        if self.published_version == trainer.state.global_step and self.engine.stats().awaits_publish:
+            self.engine.publish(self._policy.update(self.published_version))
 
     def _publish(self, version: int) -> None:
         """Have the engine sample from the policy as `version`, if it does not yet, and check that it does when due."""

@@ -1,5 +1,7 @@
 """The queue of a run: the settings, the trainer's clock and its filter, as a `GenerationQueue` takes them."""
 
+from collections.abc import Callable
+
 from datasets import IterableDataset
 
 from trl_a3po.engines.protocol import Engine
@@ -14,7 +16,12 @@ from trl_a3po.session.engine import groups_in_engine
 
 
 def build_queue(
-    trainer, engine: Engine, prompts: PromptStream, scorer: RewardScorer | RewardWorkers, timeline: Timeline
+    trainer,
+    engine: Engine,
+    prompts: PromptStream,
+    scorer: RewardScorer | RewardWorkers,
+    timeline: Timeline,
+    while_waiting: Callable[[], None],
 ) -> GenerationQueue:
     """The queue between `engine` and the trainer's takes; the engine and the scorer may be started later."""
     args, clock = trainer.args, take_clock(trainer)
@@ -44,7 +51,7 @@ def build_queue(
         interrupt_score=scorer.close if in_processes else scorer.interrupt,
         attempt_ended=timeline.attempt,
         describe_score=scorer.describe,
-        while_waiting=trainer._team.keep_waiting,
+        while_waiting=while_waiting,
     )
 
 

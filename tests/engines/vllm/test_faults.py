@@ -99,6 +99,24 @@ def test_work_of_a_killed_server_is_done_by_the_other_and_it_comes_back_with_the
         engine.close()
 
 
+def test_a_server_that_is_back_is_not_lost_for_adapters_it_never_had(tmp_path):
+    servers = [StubServer(lora=True) for _ in range(2)]
+    engine = started(servers, tmp_path, kept_versions=2)
+    try:
+        for version in (1, 2):
+            engine.publish(update(True, version))
+        servers[0].kill()
+        until(lambda: engine.stats().extra["servers_live"] == 1)
+        back = servers[0].restarted()
+        until(lambda: engine.stats().extra["servers_live"] == 2)
+        for version in (3, 4, 5):  # by which the older ones are unloaded
+            engine.publish(update(True, version))
+        assert engine.stats().extra["servers_lost"] == 1
+        assert sorted(back.adapters.values()) == [4.0, 5.0]
+    finally:
+        engine.close()
+
+
 def test_a_server_that_dies_during_a_publish_does_not_stop_it(tmp_path):
     servers = [StubServer(step=0.01) for _ in range(2)]
     engine = started(servers, tmp_path)

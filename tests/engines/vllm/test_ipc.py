@@ -1,5 +1,6 @@
 """Whole weights over CUDA IPC, on stub servers that take the tensors themselves for handles."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until, update
+from tests.engines.vllm.test_training_on_stubs import At, check_groups, trainer_on
 from trl_a3po.engines.vllm import ipc, links
 from trl_a3po.engines.vllm.ipc import IpcTransfer, is_here
 from trl_a3po.errors import EngineError
+from trl_a3po.rollout import queue
 
 GPU = {"backend": "ipc"}
 
@@ -20,7 +23,7 @@ def tensors_for_handles(monkeypatch):
 
     class OnTheCpu(IpcTransfer):
         def __init__(self, device):
-            super().__init__(device)
+            super().__init__(torch.device("cuda"))
             self._device = torch.device("cpu")
 
     monkeypatch.setattr(links, "IpcTransfer", OnTheCpu)
@@ -85,6 +88,32 @@ def test_a_server_that_comes_back_gets_the_weights_with_the_next_publish(tmp_pat
         engine.close()
 
 
+def test_a_run_whose_only_server_was_started_again_sends_it_the_weights_it_trains_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(links, "_obstacle", lambda *where: None)
+    monkeypatch.setattr(queue, "WAITING_TOLD_SECONDS", 0.1)
+    server, back = StubServer(step=0.02, **GPU), []
+
+    def kill_and_restart() -> None:
+        engine = trainer._session.engine
+        until(lambda: engine._version == 2 and engine.stats().active_rollouts > 0)
+        server.kill()
+        until(lambda: engine.stats().extra["servers_live"] == 0)
+        back.append(server.restarted())
+
+    trainer = trainer_on(
+        [server],
+        tmp_path,
+        At(2, lambda: threading.Thread(target=kill_and_restart, daemon=True).start()),
+        max_staleness=0,  # nothing else is there to be trained meanwhile
+        vllm_outage_timeout=15.0,
+        max_steps=5,
+        peft_config=None,
+    )
+    trainer.train()
+    check_groups(trainer, range(5))
+    assert back[0].calls.count("/finish_weight_update") == 3  # of version 2 again, and of 3 and 4
+
+
 def test_a_server_must_allow_the_handles(tmp_path):
     server = StubServer(VLLM_ALLOW_INSECURE_SERIALIZATION=False, **GPU)
     with pytest.raises(EngineError, match="reads no handles") as error:
@@ -93,9 +122,9 @@ def test_a_server_must_allow_the_handles(tmp_path):
     assert """--weight-transfer-config '{"backend": "ipc"}'""" in str(error.value)
 
 
-def test_a_trainer_without_a_gpu_is_refused(tmp_path):
+def test_a_trainer_without_a_gpu_is_refused():
     with pytest.raises(EngineError, match="the trainer is on cpu: set 'disk'"):
-        started([StubServer(**GPU)], tmp_path, transfer="ipc")
+        IpcTransfer(torch.device("cpu"))
 
 
 def test_this_machine_is_told_from_others():

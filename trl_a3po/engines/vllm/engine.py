@@ -224,6 +224,7 @@ class VLLMEngine:
             waiting_requests=waiting,
             restarts=self._process.restarts if self._process else 0,
             publish_seconds=self._publish_seconds,
+            awaits_publish=pool.is_behind,
             extra={name: float(count) for name, count in counts.items()}
             | {"published_bytes": self._publishing.last_bytes},
         )

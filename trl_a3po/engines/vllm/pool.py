@@ -223,6 +223,13 @@ class ServerPool:
         with self._changed:
             return self._publication is None or self._held or any(m.state == "live" for m in self.members)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether servers can be reached, but none that carries the current publication."""
+        with self._changed:
+            states = {member.state for member in self.members}
+            return "behind" in states and "live" not in states and not self._held
+
     def dispatch(self) -> None:
         """Hand out what has waited long enough."""
         with self._changed:

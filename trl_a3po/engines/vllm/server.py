@@ -100,8 +100,13 @@ class Server:
         Call(self.url, "POST", "/v1/load_lora_adapter", body, limit=LOAD_LIMIT).text()
 
     def unload_adapter(self, name: str) -> None:
+        """Have it forget an adapter; one that was started again never had it."""
         body = {"lora_name": name}
-        Call(self.url, "POST", "/v1/unload_lora_adapter", body, limit=CONTROL_LIMIT).text()
+        try:
+            Call(self.url, "POST", "/v1/unload_lora_adapter", body, limit=CONTROL_LIMIT).text()
+        except StatusFault as fault:
+            if fault.status != 404:
+                raise
 
     def reload_weights(self, folder: str) -> None:
         """Load a checkpoint over the weights it has."""

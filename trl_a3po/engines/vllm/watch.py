@@ -110,7 +110,10 @@ class Watch:
                 return
             self._pool.admit(member, facts)
             publication = self._pool.publication
-            if publication is None or self._deliver is None:
+            if publication is None:
+                return
+            if self._deliver is None:
+                member.last_fault = "it answers again, and gets the weights with the next publish"
                 return
             try:
                 self._deliver(member)
