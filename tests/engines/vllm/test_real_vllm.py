@@ -61,7 +61,8 @@ def test_a_run_with_whole_weights_stamps_every_token_with_its_version(
     check_versions(trainer, exact_after_a_publish=kv_on_publish == "recompute")
 
 
-@pytest.mark.parametrize("schedule", ["periodic", pytest.param("fixed_lag", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["periodic", "fixed_lag"])
 def test_every_group_is_of_the_version_that_the_schedule_says(adapter_server, tied_model, tmp_path, schedule):
     trainer = trainer_of(
         tied_model,
