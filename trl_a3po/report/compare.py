@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from trl_a3po.report.gantt import LEGEND, Lines, draw_gantt
+from trl_a3po.report.gantt import LEGEND, PALE_AMBER, Lines, draw_gantt
 from trl_a3po.report.plot import (
     AMBER,
     BLUE,
@@ -177,7 +177,8 @@ def _draw_timeline(axes: Axes, timeline: Lines) -> None:
     axes.spines["bottom"].set_color(RULE)
     axes.tick_params(colors=GREY, labelsize=9, length=0)
     axes.set_xlabel("seconds", color=GREY, fontsize=9)
-    words = [(what, colour if colour != RULE else GREY, None) for what, colour in LEGEND]
+    legible = {RULE: GREY, PALE_AMBER: "#b8892f"}  # on white
+    words = [(what, legible.get(colour, colour), None) for what, colour in LEGEND]
     _name(axes, "Timeline", f"the last {takes} takes (lines): each group above, the trainer below", words)
 
 

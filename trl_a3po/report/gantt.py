@@ -7,18 +7,19 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from trl_a3po.report.plot import AMBER, BLUE, GREEN, GREY, INK, ORANGE, RULE
+from trl_a3po.report.plot import AMBER, BLUE, GREEN, GREY, ORANGE, RULE
 
 Lines = list[dict[str, Any]]
 
 TAKES_SHOWN = 10
+PALE_AMBER, DARK = "#f3d38c", "#444444"
 PHASES = (  # from, to, what, colour
     ("submitted", "finished", "sampling", BLUE),
-    ("finished", "scoring", "in line", "#f3d38c"),
+    ("finished", "scoring", "in line", PALE_AMBER),
     ("scoring", "scored", "rewards", AMBER),
     ("scored", "ended", "ready", RULE),
 )
-DOING = (("step", "training", INK), ("publish", "publishing", GREEN), ("take", "waiting", ORANGE))
+DOING = (("step", "training", DARK), ("publish", "publishing", GREEN), ("take", "waiting", ORANGE))
 BESIDE = ("engine_start", "evaluation")
 LEAST_HEIGHT, MOST_ROWS = 1.8, 8  # of the trainer's bar: in rows of groups, and as a share of them
 LEGEND = [(what, colour) for *_, what, colour in PHASES] + [(what, colour) for _, what, colour in DOING]
