@@ -13,11 +13,9 @@ Guarantees: rewards, advantages, losses, normalisers, KL, entropy terms and logg
 the policy except for `proximal_method="recompute"`; no maths and no threads here.
 """
 
-import functools
 import itertools
-import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +26,6 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints
 from trl import GRPOTrainer
 
-from trl_a3po import objectives
 from trl_a3po._compat import check_trl_hooks
 from trl_a3po.checks.arguments import (
     argument_names,
@@ -42,23 +39,26 @@ from trl_a3po.checks.data import check_columns, check_dataset
 from trl_a3po.checks.policy import check_policy, check_sharding, check_trained_before
 from trl_a3po.checks.schedule import check_periodic
 from trl_a3po.config import A3POConfig
-from trl_a3po.distributed.dealing import Row, dealt_rows, share_of
+from trl_a3po.distributed.dealing import dealt_rows, share_of
 from trl_a3po.distributed.shared_folder import check_shared
 from trl_a3po.distributed.team import Team
 from trl_a3po.distributed.watch import Watch
 from trl_a3po.forward.training import TrainingForward
 from trl_a3po.objectives import token_staleness
-from trl_a3po.objectives.stats import Tally
+from trl_a3po.objectives.choose import chosen_anchor
 from trl_a3po.period import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
 from trl_a3po.publish.collect import base_model
 from trl_a3po.publish.quantised import keep_trainable
 from trl_a3po.publish.trained import trained_policy, zero_stage
-from trl_a3po.report.engine_gap import EngineGap
+from trl_a3po.report.completions_table import RowWeights, completion_columns
+from trl_a3po.report.loss_metrics import LossMetrics
 from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.report.plan import trainer_plan
 from trl_a3po.report.run_timeline import StepTimes
+from trl_a3po.report.take_metrics import TakeMetrics, add_seconds
 from trl_a3po.rollout.group_filter import OnGroup
-from trl_a3po.rollout.records import Group, Rollout
+from trl_a3po.rollout.records import Group
+from trl_a3po.rollout.rows import Row, behavior_versions, replay_logs, replayed_rewards, rollouts_of
 from trl_a3po.session import Session
 from trl_a3po.session.engine import engine_dtype, engine_slots, sampling_settings
 from trl_a3po.session.resuming import RunState, begin_run, choose_checkpoint, load_run
@@ -134,8 +134,8 @@ class A3POTrainer(GRPOTrainer):
         self._running = self._trained_before = False
         self._session: Session | None = None  # of the main process
         self.add_callback(StepTimes(lambda: self._session and self._session.timeline))
-        self._last_take: tuple[float, float] | None = None
-        self._waited = 0.0
+        self._take_metrics: TakeMetrics | None = None  # of the session
+        self._loss_metrics = LossMetrics(caches_are_kept=args.kv_on_publish != "recompute")
         self._take_number = 0  # of its generation batch
         self._scored = False  # a group of the generation batch being taken has a reward
         normalizes = args.schedule == "periodic" and args.loss_type in STEP_NORMALIZED_LOSS_TYPES
@@ -143,12 +143,9 @@ class A3POTrainer(GRPOTrainer):
         self._resumed: RunState | None = None
         self._holds_push = False
         self._taken: list[Row] | None = None
-        self._row_weights: dict[int, float] | None = {}  # by row of the completions table, while it is known
+        self._row_weights = RowWeights()
         self._loss_inputs: dict[str, Any] | None = None
-        self._objective_stats: Any | None = None
-        self._gaps: list[EngineGap] | None = None
         self._compared_at: int | None = None
-        self._comparisons: dict[str, objectives.ProximalComparison] = {}  # of first and of later minibatches
 
     # --- a run's beginning and end ------------------------------------------------------------------------------
 
@@ -200,8 +197,7 @@ class A3POTrainer(GRPOTrainer):
 
     def close(self) -> None:
         """Stop generating and free the engine. Called at the end of `train`; idempotent."""
-        self._running, self._taken, self._resumed, self._last_take, self._waited = False, None, None, None, 0.0
-        self._compared_at = None
+        self._running, self._taken, self._resumed, self._compared_at = False, None, None, None
         if self._session is not None:
             self._session.close()  # again at the next call, if this one is interrupted
             self._session = None
@@ -300,6 +296,7 @@ class A3POTrainer(GRPOTrainer):
             self._session = Session(self, policy, self._resumed)
 
         self._running = True
+        self._take_metrics = TakeMetrics(is_vllm=self.args.engine == "vllm")
         self._team.lead(start)
 
     def _takes_now(self) -> bool:
@@ -314,14 +311,15 @@ class A3POTrainer(GRPOTrainer):
                 self._team.lead(lambda: self._session.publish_if_due(version))
         began = time.perf_counter()
         groups = self._team.lead(lambda: self._trainable(self._checked(self._session.take(version))))
-        self._log_seconds("a3po/time/wait", time.perf_counter() - began)
+        waited = time.perf_counter() - began
+        metrics, first = self._metrics["train"], self._take_number == 0
+        add_seconds(metrics, "a3po/time/wait", waited, first=first)
         if self._team.is_main:
-            self._log_take(groups, time.perf_counter() - began)
-        hidden_size = self.model.config.get_text_config().hidden_size
-        rows = dealt_rows(groups, self._team.size, hidden_size)
+            self._take_metrics.add(metrics, self._session, groups, waited, first=first)
+        if first:
+            self._row_weights.clear()
+        rows = dealt_rows(groups, self._team.size, self.model.config.get_text_config().hidden_size)
         self._taken = share_of(rows, self._team.rank, self._team.size)
-        if self._take_number == 0:
-            self._row_weights = {}
         return [dict(group.prompt.example) for group, _ in self._taken]
 
     def _sample_evaluation(self, rows: list[dict[str, Any]]) -> None:
@@ -331,7 +329,7 @@ class A3POTrainer(GRPOTrainer):
         sampled = [(group, number) for group in groups for number in range(len(group.rollouts))]
         self._taken = share_of(sampled, self._team.rank, self._team.size)
         self._show_row_weights()
-        self._row_weights = None  # the rows of the batch in training move in the table, or leave it
+        self._row_weights.forget_places()
 
     def evaluation_loop(self, *args, **kwargs):
         output = super().evaluation_loop(*args, **kwargs)
@@ -358,7 +356,7 @@ class A3POTrainer(GRPOTrainer):
                 "The prompts of the batch tokenise differently now than when they were submitted to the engine: the "
                 "tokenizer or chat template must not change during training."
             )
-        rollouts = taken_rollouts(self._taken)
+        rollouts = rollouts_of(self._taken)
         return [list(rollout.token_ids) for rollout in rollouts], [list(rollout.logps) for rollout in rollouts]
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
@@ -386,14 +384,12 @@ class A3POTrainer(GRPOTrainer):
             batch = super()._generate_and_score_completions(inputs)
         if compares:
             batch["compared_logps"] = batch.pop("old_per_token_logps")
-        versions = torch.full(batch["completion_ids"].shape, -1, dtype=torch.int32)
-        for row, rollout in enumerate(taken_rollouts(self._taken)):
-            versions[row, : len(rollout.versions)] = torch.tensor(rollout.versions, dtype=torch.int32)
-        self._taken = None
+        taken, self._taken = self._taken, None
+        rows, length = batch["completion_ids"].shape
         if self.log_completions and self.model.training:
-            first = (self._take_number * self._team.size + self._team.rank) * len(versions)
-            batch["log_row"] = torch.arange(first, first + len(versions), device=batch["completion_ids"].device)
-        batch["behavior_versions"] = versions.to(batch["completion_ids"].device)
+            first = (self._take_number * self._team.size + self._team.rank) * rows
+            batch["log_row"] = torch.arange(first, first + rows, device=batch["completion_ids"].device)
+        batch["behavior_versions"] = behavior_versions(taken, length).to(batch["completion_ids"].device)
         batch["staleness"] = token_staleness(batch["behavior_versions"], self.state.global_step)
         return batch
 
@@ -441,96 +437,35 @@ class A3POTrainer(GRPOTrainer):
         # Once per loss: TRL reads the anchor and the advantages after this call.
         inputs, self._loss_inputs = self._loss_inputs, None
         if inputs is not None:
-            anchor, weight, stats = self._objective(outputs[0], inputs)
-            advantages, inputs["old_per_token_logps"] = inputs["advantages"], anchor
-            inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weight
-            if self.model.training:
-                self._objective_stats = stats if self._objective_stats is None else self._objective_stats + stats
-                taken_at = int((inputs["behavior_versions"] + inputs["staleness"]).max())
-                self._metrics["train"]["a3po/drift"].append(float(self.state.global_step - taken_at))
-                if "compared_logps" in inputs:
-                    minibatch = "first" if taken_at == self.state.global_step else "later"
-                    self._compare(outputs[0], anchor, advantages, inputs, minibatch)
-                self._metrics["train"]["a3po/forward/token_ratio"].append(self._training_forward.token_ratio)
-                gaps = self._gaps_of(outputs[0], inputs)
-                self._gaps = gaps if self._gaps is None else [a + b for a, b in zip(self._gaps, gaps, strict=True)]
-            if "log_row" in inputs and self._row_weights is not None:
-                mask = inputs["completion_mask"]
-                means = (weight * mask).sum(1) / mask.sum(1).clamp(min=1)
-                self._row_weights.update(zip(inputs["log_row"].tolist(), means.tolist(), strict=True))
+            self._apply_objective(outputs[0], inputs)
         return outputs
 
-    def _objective(self, policy_logps: torch.Tensor, inputs: dict[str, Any]):
-        """`(anchor_logps, weight, stats)` of the configured objective for one micro-batch."""
-        args, staleness, advantages = self.args, inputs["staleness"], inputs["advantages"]
-        behavior_logps, mask = inputs["sampling_per_token_logps"], inputs["completion_mask"]
-        if args.objective == "asympo":
-            return objectives.asympo_anchor(
-                policy_logps, behavior_logps, staleness, advantages, mask, min_scale=args.asympo_min_scale
-            )
-        if args.objective == "spo":
-            return objectives.spo_anchor(
-                policy_logps, behavior_logps, staleness, advantages, mask, negative_scale=args.spo_negative_scale
-            )
-        if args.objective == "masked_is":
-            return objectives.masked_is_anchor(
-                policy_logps,
-                behavior_logps,
-                staleness,
-                advantages,
-                mask,
-                recomputed_logps=inputs.get("old_per_token_logps"),
-                lower=args.masked_is_lower,
-                upper=args.masked_is_upper,
-                epsilon_low=self.epsilon_low,
-                epsilon_high=self.epsilon_high,
-            )
-        if args.objective == "aipo":
-            return objectives.aipo_anchor(policy_logps, behavior_logps, staleness, advantages, mask, cap=args.aipo_cap)
-        if args.objective == "m2po":
-            return objectives.m2po_anchor(
-                policy_logps, behavior_logps, staleness, advantages, mask, threshold=args.m2po_threshold
-            )
-        return objectives.decoupled_anchor(
-            policy_logps,
-            behavior_logps,
-            staleness,
-            advantages,
-            mask,
-            proximal_method=args.proximal_method,
-            recomputed_logps=inputs.get("old_per_token_logps"),
-            fresh=args.fresh_proximal,
-            weight_cap=args.behavior_weight_cap,
-            weight_mode=args.behavior_weight_mode,
-            weight_level=args.behavior_weight_level,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-        )
-
-    def _compare(self, policy_logps, anchor, advantages, inputs: dict[str, Any], minibatch: str) -> None:
-        comparison = objectives.ProximalComparison.of_batch(
+    def _apply_objective(self, policy_logps: torch.Tensor, inputs: dict[str, Any]) -> None:
+        """Give `inputs` the anchor and the weighted advantages that TRL's loss makes the objective's of."""
+        advantages, version = inputs["advantages"], self.state.global_step
+        epsilons = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
+        anchor, weight, stats = chosen_anchor(
+            self.args,
             policy_logps,
             inputs["sampling_per_token_logps"],
             inputs["staleness"],
             advantages,
             inputs["completion_mask"],
-            proximal_logps=anchor,
-            recomputed_logps=inputs["compared_logps"],
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
+            recomputed_logps=inputs.get("old_per_token_logps"),
+            **epsilons,
         )
-        before = self._comparisons.get(minibatch)
-        self._comparisons[minibatch] = comparison if before is None else before + comparison
-
-    def _gaps_of(self, policy_logps: torch.Tensor, inputs: dict[str, Any]) -> list[EngineGap]:
-        names = ("sampling_per_token_logps", "behavior_versions", "completion_mask")
-        tensors, version = (policy_logps, *(inputs[name] for name in names)), self.state.global_step
-        if self.args.kv_on_publish == "recompute":
-            return [EngineGap.of_batch(*tensors, version=version, single_version=False)]
-        return [
-            EngineGap.of_batch(*tensors, version=version, single_version=True),
-            EngineGap.of_kept_caches(*tensors, version=version),
-        ]
+        inputs["old_per_token_logps"], inputs["advantages"] = anchor, advantages.unsqueeze(1) * weight
+        if "log_row" in inputs:
+            self._row_weights.add(inputs["log_row"], weight, inputs["completion_mask"])
+        if not self.model.training:
+            return
+        taken_at = int((inputs["behavior_versions"] + inputs["staleness"]).max())
+        self._loss_metrics.add(stats, policy_logps, inputs, version)
+        if "compared_logps" in inputs:
+            minibatch = "first" if taken_at == version else "later"
+            self._loss_metrics.compare(minibatch, policy_logps, anchor, advantages, inputs, **epsilons)
+        self._metrics["train"]["a3po/drift"].append(float(version - taken_at))
+        self._metrics["train"]["a3po/forward/token_ratio"].append(self._training_forward.token_ratio)
 
     # --- metrics ------------------------------------------------------------------------------------------------
 
@@ -540,100 +475,15 @@ class A3POTrainer(GRPOTrainer):
         yield
         self._metrics["train"][name].append(time.perf_counter() - started)
 
-    def _log_seconds(self, name: str, seconds: float) -> None:
-        """Of all takes of a generation batch together."""
-        if self._take_number == 0:
-            self._metrics["train"][name].append(0.0)
-        self._metrics["train"][name][-1] += seconds
-
-    def _log_take(self, groups: list[Group], waited: float) -> None:
-        metrics = self._metrics["train"]
-        status, engine = self._session.queue.status(), self._session.engine.stats()
-        self._waited += waited
-        if self._take_number == 0:
-            now = time.perf_counter()
-            if self._last_take is not None:
-                taken_at, blocked_before = self._last_take
-                metrics["a3po/time/idle_share"].append(self._waited / (now - taken_at))
-                metrics["a3po/time/blocked"].append(status.blocked_seconds - blocked_before)
-            self._last_take, self._waited = (now, status.blocked_seconds), 0.0
-        self._log_seconds("a3po/time/reward", sum(group.score.seconds for group in groups))
-        metrics["a3po/queue/ready"].append(float(status.ready))
-        metrics["a3po/queue/outstanding"].append(float(status.outstanding))
-        metrics["a3po/engine/tokens_per_second"].append(engine.tokens / max(engine.busy_seconds, 1e-9))
-        metrics["a3po/engine/restarts"].append(float(engine.restarts))
-        if self.args.engine == "vllm":
-            for name, count in engine.extra.items():
-                metrics[f"a3po/vllm/{name}"] = [count]
-        for gap in self._session.measured_gaps():
-            metrics["a3po/delivery/gap"].append(gap)
-        outcomes = self._session.queue.outcomes()
-        so_far = {f"a3po/outcomes/{kind}": outcomes.count_attempts(kind) for kind in ("rejected", "failed")}
-        so_far |= {f"a3po/reward/{kind}": count for kind, count in self._session.rewards_lost.items()}
-        for name, count in so_far.items():
-            metrics[name] = [float(count)]  # the last of a logging interval, not their mean
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.model.training and self._objective_stats is not None:
-            minibatches = sorted(self._comparisons)
-            totals = self._over_processes([self._objective_stats, *self._gaps])
-            compared = self._over_processes([self._comparisons[name] for name in minibatches]) if minibatches else []
-            named = [total.named(minibatch) for minibatch, total in zip(minibatches, compared, strict=False)]
-            for metrics in [*(total.metrics() for total in totals), *named]:
-                for name, value in metrics.items():
-                    self._metrics["train"][name].append(value)
-            self._objective_stats, self._gaps = None, None
-            self._comparisons = {}
+        if self.model.training and not self._loss_metrics.empty:
+            for name, value in self._loss_metrics.collect(self._team).items():
+                self._metrics["train"][name].append(value)
             self._show_row_weights()
         super().log(logs, start_time)
         if self._session is not None:
             self._session.timeline.write("log", **self.state.log_history[-1])
 
-    def _over_processes(self, tallies: list[Tally]) -> list[Tally]:
-        """Each tally of all processes added up, in the main process; nothing in the others."""
-        every = self._team.gather([tally.cpu() for tally in tallies])
-        return [functools.reduce(operator.add, same) for same in zip(*every, strict=True)] if every else []
-
     def _show_row_weights(self) -> None:
-        """Fill the column `w` of the completions table, whose rows are those of all processes."""
-        if self.log_completions and self._row_weights is not None and self._logs["extra"]["w"]:
-            for weights in self._team.gather(self._row_weights) or ():
-                for row, weight in weights.items():
-                    self._logs["extra"]["w"][row] = weight
-
-
-def taken_rollouts(rows: list[Row]) -> list[Rollout]:
-    return [group.rollouts[number] for group, number in rows]
-
-
-def replayed_rewards(rows: list[Row], column: int) -> Callable[..., list[float]]:
-    """A reward function that returns what one of the user's functions has already returned for these rows."""
-    rewards = [group.score.rewards[number][column] for group, number in rows]
-    return lambda **kwargs: rewards
-
-
-def replay_logs(rows: list[Row], log_extra: Callable, log_metric: Callable) -> None:
-    """Pass on what reward functions recorded, in row order; rows without a value for a column get `None`. What was
-    recorded once for a group is passed on with its first rollout."""
-    for column in sorted({column for group, _ in rows for column in group.score.extra_columns}):
-        log_extra(
-            column,
-            [
-                group.score.extra_columns[column][number] if column in group.score.extra_columns else None
-                for group, number in rows
-            ],
-        )
-    for group, number in rows:
-        for name, value in group.score.metrics if number == 0 else ():
-            log_metric(name, value)
-
-
-def completion_columns(rows: list[Row], version: int) -> dict[str, list]:
-    """Columns of the completions table, one value per rollout; `w`, the mean weight, is known after the loss, and
-    there is none in an evaluation."""
-    rollouts = taken_rollouts(rows)
-    return {
-        "versions": [f"{min(r.versions)}-{max(r.versions)}" for r in rollouts],
-        "staleness": [version - sum(r.versions) / len(r.versions) for r in rollouts],
-        "w": [None] * len(rollouts),
-    }
+        if self.log_completions and self._row_weights.places_known and self._logs["extra"]["w"]:
+            self._row_weights.show(self._team, self._logs["extra"]["w"])

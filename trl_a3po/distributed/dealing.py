@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from trl_a3po.distributed.hands import deal_hands
 from trl_a3po.rollout.records import Group
-
-Row = tuple[Group, int]  # a group and the number of one of its rollouts
+from trl_a3po.rollout.rows import Row
 
 
 def row_cost(tokens: int, hidden_size: int) -> float:

@@ -1,0 +1,93 @@
+"""What the micro-batches since the last log come to: the objective's statistics, engine gaps, compared anchors.
+
+Guarantees: every token counts once, whichever process trained it; nothing here reaches the loss.
+"""
+
+import functools
+import operator
+from typing import Any
+
+import torch
+
+from trl_a3po.distributed.team import Team
+from trl_a3po.objectives import ProximalComparison
+from trl_a3po.objectives.stats import Tally
+from trl_a3po.report.engine_gap import EngineGap
+
+
+class LossMetrics:
+    """Of this process, until `collect` adds up those of all.
+
+    Args:
+        caches_are_kept: engine caches outlive a publish (`kv_on_publish="keep"`).
+    """
+
+    def __init__(self, *, caches_are_kept: bool):
+        self._caches_are_kept = caches_are_kept
+        self._tallies: list[Tally] = []
+        self._comparisons: dict[str, ProximalComparison] = {}  # by minibatch
+
+    @property
+    def empty(self) -> bool:
+        return not self._tallies
+
+    def add(self, stats: Tally, policy_logps: torch.Tensor, inputs: dict[str, Any], version: int) -> None:
+        """A micro-batch trained at `version`, with the objective's `stats`; `policy_logps` `(B, T)`."""
+        tallies = [stats, *self._gaps(policy_logps, inputs, version)]
+        self._tallies = [a + b for a, b in zip(self._tallies, tallies, strict=True)] if self._tallies else tallies
+
+    def compare(
+        self,
+        minibatch: str,
+        policy_logps: torch.Tensor,
+        anchor_logps: torch.Tensor,
+        advantages: torch.Tensor,
+        inputs: dict[str, Any],
+        *,
+        epsilon_low: float,
+        epsilon_high: float,
+    ) -> None:
+        """The anchor that was used beside the recomputed one, `inputs["compared_logps"]`: `(B, T)`, `advantages`
+        `(B,)`; `minibatch` is "first" or "later", of its generation batch."""
+        comparison = ProximalComparison.of_batch(
+            policy_logps,
+            inputs["sampling_per_token_logps"],
+            inputs["staleness"],
+            advantages,
+            inputs["completion_mask"],
+            proximal_logps=anchor_logps,
+            recomputed_logps=inputs["compared_logps"],
+            epsilon_low=epsilon_low,
+            epsilon_high=epsilon_high,
+        )
+        before = self._comparisons.get(minibatch)
+        self._comparisons[minibatch] = comparison if before is None else before + comparison
+
+    def collect(self, team: Team) -> dict[str, float]:
+        """The metrics of all processes' micro-batches, in the main one; all of them call this. Begins anew."""
+        tallies, self._tallies = self._tallies, []
+        comparisons, self._comparisons = self._comparisons, {}
+        minibatches = sorted(comparisons)
+        metrics: dict[str, float] = {}
+        for total in _over_processes(team, tallies):
+            metrics |= total.metrics()
+        compared = _over_processes(team, [comparisons[name] for name in minibatches]) if minibatches else []
+        for minibatch, total in zip(minibatches, compared, strict=False):  # nothing in the other processes
+            metrics |= total.named(minibatch)
+        return metrics
+
+    def _gaps(self, policy_logps: torch.Tensor, inputs: dict[str, Any], version: int) -> list[EngineGap]:
+        names = ("sampling_per_token_logps", "behavior_versions", "completion_mask")
+        tensors = (policy_logps, *(inputs[name] for name in names))
+        if not self._caches_are_kept:
+            return [EngineGap.of_batch(*tensors, version=version, single_version=False)]
+        return [
+            EngineGap.of_batch(*tensors, version=version, single_version=True),
+            EngineGap.of_kept_caches(*tensors, version=version),
+        ]
+
+
+def _over_processes(team: Team, tallies: list[Tally]) -> list[Tally]:
+    """Each tally of all processes added up, in the main process; nothing in the others."""
+    every = team.gather([tally.cpu() for tally in tallies])
+    return [functools.reduce(operator.add, same) for same in zip(*every, strict=True)] if every else []

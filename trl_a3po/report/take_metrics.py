@@ -1,0 +1,60 @@
+"""What a take is logged with: how long it waited, what the queue held, how the engine and the rewards do.
+
+Guarantees: seconds of a generation batch that several takes hand out are added up; counts are those of the run so far,
+not means over a logging interval.
+"""
+
+import time
+from collections.abc import Sequence
+
+from trl_a3po.engines.protocol import EngineStats
+from trl_a3po.rollout.records import Group
+
+Metrics = dict[str, list[float]]  # TRL's: the mean of each list is logged
+
+
+def add_seconds(metrics: Metrics, name: str, seconds: float, *, first: bool) -> None:
+    """Seconds of all takes of a generation batch together; `first` says that it is the batch's first."""
+    if first:
+        metrics[name].append(0.0)
+    metrics[name][-1] += seconds
+
+
+class TakeMetrics:
+    """By the main process, which has the session.
+
+    Args:
+        is_vllm: the engine's `extra` numbers are those of vLLM servers.
+    """
+
+    def __init__(self, *, is_vllm: bool):
+        self._is_vllm = is_vllm
+        self._last_batch: tuple[float, float] | None = None  # when it was taken, and the seconds blocked until then
+        self._waited = 0.0
+
+    def add(self, metrics: Metrics, session, groups: Sequence[Group], waited: float, *, first: bool) -> None:
+        """A take has handed out `groups` after `waited` seconds; `first` of its generation batch."""
+        status, engine = session.queue.status(), session.engine.stats()
+        self._waited += waited
+        if first:
+            now = time.perf_counter()
+            if self._last_batch is not None:
+                taken_at, blocked_before = self._last_batch
+                metrics["a3po/time/idle_share"].append(self._waited / (now - taken_at))
+                metrics["a3po/time/blocked"].append(status.blocked_seconds - blocked_before)
+            self._last_batch, self._waited = (now, status.blocked_seconds), 0.0
+        add_seconds(metrics, "a3po/time/reward", sum(group.score.seconds for group in groups), first=first)
+        metrics["a3po/queue/ready"].append(float(status.ready))
+        metrics["a3po/queue/outstanding"].append(float(status.outstanding))
+        metrics["a3po/engine/tokens_per_second"].append(engine.tokens / max(engine.busy_seconds, 1e-9))
+        metrics["a3po/engine/restarts"].append(float(engine.restarts))
+        for gap in session.measured_gaps():
+            metrics["a3po/delivery/gap"].append(gap)
+        for name, count in self._so_far(session, engine).items():
+            metrics[name] = [float(count)]
+
+    def _so_far(self, session, engine: EngineStats) -> dict[str, float]:
+        outcomes = session.queue.outcomes()
+        counts = {f"a3po/outcomes/{kind}": outcomes.count_attempts(kind) for kind in ("rejected", "failed")}
+        counts |= {f"a3po/reward/{kind}": count for kind, count in session.rewards_lost.items()}
+        return counts | {f"a3po/vllm/{name}": count for name, count in engine.extra.items() if self._is_vllm}
