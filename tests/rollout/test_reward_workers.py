@@ -16,7 +16,8 @@ from trl_a3po.engines.embedded.process import worker_environment
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.rollout.outcomes import Rejection
 from trl_a3po.rollout.records import Group, Prompt, Rollout, Score
-from trl_a3po.rollout.reward_workers import RewardTraceback, RewardWorkers
+from trl_a3po.rollout.reward_process import RewardTraceback
+from trl_a3po.rollout.reward_workers import RewardWorkers
 
 LONG = 3600.0
 

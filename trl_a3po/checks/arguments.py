@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, ProcessorMixin
 
 from trl_a3po.config import A3POConfig
-from trl_a3po.rollout.reward_workers import pickled
+from trl_a3po.rollout.reward_messages import pickled_functions
 
 
 def check_arguments(model: Any, reward_funcs: Any, args: A3POConfig, others: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ def check_reward_functions(
     """Raise `RewardError` for a reward function that cannot reach a worker, and `ValueError` for reward models, whose
     rewards come too late for the filter; `None` stands for a reward model."""
     if args.reward_workers:
-        pickled(functions, names)
+        pickled_functions(functions, names)
     if args.drop_zero_variance_groups and None in functions:
         raise ValueError(
             f"drop_zero_variance_groups=True, but the reward model {names[functions.index(None)]!r} runs when a batch "

@@ -10,25 +10,21 @@ Messages in: the functions, once; then groups. Messages out: `ready`, `column`, 
 import contextlib
 import pickle
 import resource
-import socket
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
-
 from trl_a3po.engines.embedded.channel import Channel
-from trl_a3po.engines.embedded.process import end_with_parent
+from trl_a3po.engines.embedded.process import parents_channel
 from trl_a3po.errors import RewardError
 from trl_a3po.rollout.records import Group
+from trl_a3po.rollout.reward_messages import pickled_score
 from trl_a3po.rollout.rewards import RewardScorer
 
 
 def main() -> None:
-    end_with_parent(int(sys.argv[2]))
+    channel = parents_channel()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a worker is aborted for its stack, not for its memory
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     with contextlib.suppress(EOFError):  # the trainer closed its side
         _serve(channel)
 
@@ -60,7 +56,6 @@ class _Scorer:
     """A `RewardScorer` that is told the completions and the trainer's state with each group."""
 
     def __init__(self, functions: list, names: list[str], on_column: Callable[[int, list[float]], None]):
-        self._names = names
         self._completions: list[Any] = []
         self._state: Any = None
         self._scorer = RewardScorer(
@@ -69,15 +64,7 @@ class _Scorer:
 
     def __call__(self, group: Group, completions: list[Any], state: Any) -> bytes:
         self._completions, self._state = completions, state
-        score = self._scorer(group)
-        try:
-            return cloudpickle.dumps(score)
-        except Exception as error:
-            columns = ", ".join(map(repr, score.extra_columns))
-            raise RewardError(
-                f"What log_extra recorded ({columns}) cannot be sent back from a reward worker: {error!r}. Record "
-                "numbers or text, or set reward_workers=0."
-            ) from error
+        return pickled_score(self._scorer(group))
 
 
 def _traceback(error: BaseException) -> str:

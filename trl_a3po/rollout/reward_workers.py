@@ -7,33 +7,24 @@ worker's traceback as its cause; no worker outlives `close`, or this process.
 """
 
 import logging
-import pickle
-import selectors
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-
-import cloudpickle
 
 from trl_a3po.engines.embedded.process import WorkerProcess
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.rollout.outcomes import Rejection
 from trl_a3po.rollout.records import Group, Score
+from trl_a3po.rollout.reward_messages import pickled_functions, pickled_group, unpickled_score
+from trl_a3po.rollout.reward_process import ABORT_SECONDS, RewardProcess, WorkerGone
 from trl_a3po.rollout.rewards import WAITING_SECONDS, is_async
 
 logger = logging.getLogger(__name__)
 
 MODULE = "trl_a3po.rollout.reward_worker"
-START_SECONDS = 300.0  # for the imports of the functions
-ABORT_SECONDS = 1.0  # for the last words of an overdue worker
 CLOSE_SECONDS = 1.0  # for idle workers to leave by themselves
-TICK = 0.2
-
-
-class RewardTraceback(Exception):
-    """The traceback of an exception in a reward worker, as text."""
 
 
 class RewardWorkers:
@@ -66,7 +57,7 @@ class RewardWorkers:
         on_timeout: float | None = None,
         stall_timeout: float = 600.0,
     ):
-        self._functions = pickled(funcs, names)
+        self._functions = pickled_functions(funcs, names)
         self._names = list(names)
         here = [column for column, func in enumerate(funcs) if func is not None]
         self._in_turn = [column for column in here if not is_async(funcs[column])]
@@ -79,8 +70,8 @@ class RewardWorkers:
         self._stall_timeout = stall_timeout
         self._decoding = threading.Lock()
         self._changed = threading.Condition()  # guards everything below
-        self._idle: list[_Worker] = []
-        self._busy: set[_Worker] = set()
+        self._idle: list[RewardProcess] = []
+        self._busy: set[RewardProcess] = set()
         self._closed = False
         self._timeouts = 0
         self._crashes = 0
@@ -113,11 +104,14 @@ class RewardWorkers:
             RewardError: a function raised or returned something that is not one number per completion, or the
                 workers cannot be started, or are closed.
         """
-        payload = self._payload(group)
+        with self._decoding:
+            completions = self._decode(group)
+        message = pickled_group(group, completions, self._state(group))
         worker = self._borrow()
         try:
-            return self._score(worker, group, payload)
-        except _Gone as gone:
+            self._wait_until_ready(worker)
+            return unpickled_score(worker.score(message, self._timeout), group)
+        except WorkerGone as gone:
             return self._without(worker, group, gone)
         finally:
             self._give_back(worker)
@@ -186,64 +180,14 @@ class RewardWorkers:
 
     # --- one group ----------------------------------------------------------------------------------------------
 
-    def _payload(self, group: Group) -> bytes:
-        with self._decoding:
-            completions = self._decode(group)
+    def _wait_until_ready(self, worker: RewardProcess) -> None:
         try:
-            return cloudpickle.dumps((group, completions, self._state(group)))
-        except Exception as error:
-            raise RewardError(
-                f"Prompt {group.prompt.index} cannot be sent to a reward worker: {error!r}. Keep plain values in the "
-                "dataset's columns, or set reward_workers=0."
-            ) from error
+            worker.wait_until_ready()
+        except RewardError:
+            self._raise_if_closed()  # which is what ended it
+            raise
 
-    def _score(self, worker: "_Worker", group: Group, payload: bytes) -> Score:
-        self._await_ready(worker)
-        worker.process.channel.send(payload)
-        began, columns = time.monotonic(), {}
-        try:
-            for message in worker.messages(self._timeout):
-                match message:
-                    case ("column", column, values):
-                        columns[column] = values
-                    case ("scored", score):
-                        return self._unpickled(score, group)
-                    case ("failed", what, traceback):
-                        raise RewardError(what) from RewardTraceback(traceback)
-        except (TimeoutError, EOFError) as reason:
-            overdue = isinstance(reason, TimeoutError)
-            end = worker.end(ABORT_SECONDS if overdue else 0.0, abort=overdue)
-            raise _Gone(overdue, end, columns, time.monotonic() - began) from None
-        raise AssertionError("a worker's messages have no end")
-
-    def _unpickled(self, score: bytes, group: Group) -> Score:
-        try:
-            return pickle.loads(score)
-        except Exception as error:
-            raise RewardError(
-                f"What log_extra recorded for prompt {group.prompt.index} cannot be loaded in the training process: "
-                f"{error!r}. Record numbers or text, or set reward_workers=0."
-            ) from error
-
-    def _await_ready(self, worker: "_Worker") -> None:
-        if worker.ready:
-            return
-        try:
-            for message in worker.messages(START_SECONDS):
-                if message[0] == "failed":
-                    raise RewardError(f"{message[1]} Set reward_workers=0.") from RewardTraceback(message[2])
-                worker.ready = True
-                return
-        except (TimeoutError, EOFError) as reason:
-            end = worker.end(0.0)
-            self._raise_if_closed()
-            late = f"was not ready after {START_SECONDS:g} seconds"
-            raise RewardError(
-                f"A reward worker {late if isinstance(reason, TimeoutError) else f'ended ({end})'} while it loaded "
-                f"the reward functions. It printed:\n{worker.process.last_words or '(nothing)'}"
-            ) from None
-
-    def _without(self, worker: "_Worker", group: Group, gone: "_Gone") -> Score | Rejection:
+    def _without(self, worker: RewardProcess, group: Group, gone: WorkerGone) -> Score | Rejection:
         """What becomes of a group whose worker is gone."""
         self._raise_if_closed()
         with self._changed:
@@ -272,19 +216,18 @@ class RewardWorkers:
         ]
         return Score(rewards, seconds=gone.seconds)
 
-    def _remedy(self, gone: "_Gone") -> str:
+    def _remedy(self, gone: WorkerGone) -> str:
         if gone.overdue:
             return f"have the function end within reward_timeout={self._timeout:g} s, or raise reward_timeout"
         return "find out why the function ends its process (memory, an exit), or set reward_on_timeout"
 
     # --- the workers --------------------------------------------------------------------------------------------
 
-    def _start(self) -> "_Worker":
-        worker = _Worker(self._starter.submit(WorkerProcess, MODULE, shows_output=True).result())
-        worker.process.channel.send((self._functions, self._names))
-        return worker
+    def _start(self) -> RewardProcess:
+        process = self._starter.submit(WorkerProcess, MODULE, shows_output=True).result()
+        return RewardProcess(process, self._functions, self._names)
 
-    def _borrow(self) -> "_Worker":
+    def _borrow(self) -> RewardProcess:
         with self._changed:
             self._changed.wait_for(lambda: self._idle or self._closed)
             self._raise_if_closed()
@@ -292,7 +235,7 @@ class RewardWorkers:
             self._busy.add(worker)
             return worker
 
-    def _give_back(self, worker: "_Worker") -> None:
+    def _give_back(self, worker: RewardProcess) -> None:
         """The worker, or another in its place, is free again."""
         with self._changed:
             closed = self._closed
@@ -311,85 +254,3 @@ class RewardWorkers:
         with self._changed:
             if self._closed:
                 raise RewardError("The reward workers are closed.")
-
-
-class _Worker:
-    """A process, and whether it has loaded the functions. One thread at a time has it."""
-
-    def __init__(self, process: WorkerProcess):
-        self.process = process
-        self.ready = False
-        self.ended = False
-
-    def messages(self, timeout: float | None) -> Iterator[tuple]:
-        """What the worker says from now on, without an end.
-
-        Raises:
-            TimeoutError: `timeout` seconds have passed.
-            EOFError: the worker has ended, and said nothing more.
-        """
-        channel, output = self.process.channel, self.process.output_fd
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with selectors.DefaultSelector() as selector:
-            selector.register(channel, selectors.EVENT_READ)
-            selector.register(output, selectors.EVENT_READ)
-            while True:
-                flushed = channel.flush()
-                selector.modify(channel, selectors.EVENT_READ | (0 if flushed else selectors.EVENT_WRITE))
-                ended = self.process.ended  # a child of its own may keep the socket open
-                left = TICK if deadline is None else deadline - time.monotonic()
-                for key, _ in selector.select(0 if ended else max(0.0, min(TICK, left))):
-                    if key.fileobj == output and not self.process.read_output():
-                        selector.unregister(output)
-                messages = channel.receive()
-                yield from messages
-                if ended and not messages:
-                    raise EOFError
-                if left <= 0:
-                    raise TimeoutError
-
-    def end(self, grace: float, *, abort: bool = False) -> str:
-        """End the process and free what it held; how it ended. `abort` has it print where it is first."""
-        if self.ended:
-            return "it was ended before"
-        self.ended = True
-        self.process.shows_output = False
-        if abort:
-            self.process.abort()
-        return self.process.bury(grace)
-
-
-class _Gone(Exception):
-    """The worker is gone: overdue, or dead by itself.
-
-    `end` is how it ended, `columns` the rewards it had reported, `seconds` since it was given the group.
-    """
-
-    def __init__(self, overdue: bool, end: str, columns: dict[int, list[float]], seconds: float):
-        self.overdue = overdue
-        self.end = end
-        self.columns = columns
-        self.seconds = seconds
-
-
-def pickled(funcs: Sequence[Callable[..., Any] | None], names: Sequence[str]) -> bytes:
-    """The functions as reward workers get them: together, so that what they share stays shared.
-
-    Raises:
-        RewardError: one cannot be pickled.
-    """
-    try:
-        return cloudpickle.dumps(list(funcs))
-    except Exception as error:
-        for func, name in zip(funcs, names, strict=True):
-            try:
-                cloudpickle.dumps(func)
-            except Exception as reason:
-                raise RewardError(
-                    f"The reward function '{name}' cannot be sent to a reward worker: {reason!r}. Create what cannot "
-                    "be pickled inside the function, or set reward_workers=0, which runs it in this process."
-                ) from reason
-        raise RewardError(
-            f"The reward functions cannot be sent to a reward worker: {error!r}. Set reward_workers=0, which runs "
-            "them in this process."
-        ) from error

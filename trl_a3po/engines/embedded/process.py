@@ -41,7 +41,7 @@ class WorkerProcess:
     Start it from a thread that outlives it: Linux ends the worker when the thread that started it ends.
 
     Args:
-        module: what the worker runs, as `python -m module SOCKET PARENT`; it calls `end_with_parent` first.
+        module: what the worker runs, as `python -m module SOCKET PARENT`; it calls `parents_channel` first.
         inherit_fds: open files that it inherits.
         threads: its CPU threads, `None` for those of the environment.
         shows_output: what it prints is printed here too, when `read_output` gets it.
@@ -153,9 +153,15 @@ def worker_environment(threads: int | None) -> dict[str, str]:
     return environment
 
 
-def end_with_parent(parent: int) -> None:
-    """Called by a worker: ask Linux to kill it when its parent ends, whatever it is at. Elsewhere it is the end of the
-    socket that ends it, when it next looks."""
+def parents_channel() -> Channel:
+    """Called first by a worker: its end of the socket it was started with. From here on it ends with its parent."""
+    _end_with(int(sys.argv[2]))
+    return Channel(socket.socket(fileno=int(sys.argv[1])))
+
+
+def _end_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent ends, whatever it is at. Elsewhere the end of the socket ends it,
+    when it next looks."""
     if sys.platform != "linux":
         return
     set_parent_death_signal = 1

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import logging
 import os
-import selectors
 import threading
 import time
 import traceback
@@ -20,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from trl_a3po.engines.embedded.listener import Listener
 from trl_a3po.engines.embedded.process import WorkerProcess
 from trl_a3po.engines.embedded.staging import Staging
 from trl_a3po.engines.protocol import EngineEvent, EngineStats, GroupFailed, GroupRequest
@@ -222,19 +222,13 @@ class Supervisor:
     def _serve(self) -> None:
         """Listen to the worker until it ends, or the engine is closed."""
         worker = self._worker
-        with selectors.DefaultSelector() as selector:
-            selector.register(worker.channel, selectors.EVENT_READ)
-            selector.register(worker.output_fd, selectors.EVENT_READ)
+        with Listener(worker) as listener:
             while True:
                 with self._changed:
                     if self._closing or self._error:
                         return
                     flushed = worker.channel.flush()
-                wanted = selectors.EVENT_READ | (0 if flushed else selectors.EVENT_WRITE)
-                selector.modify(worker.channel, wanted)
-                for key, _ in selector.select(_TICK):
-                    if key.fileobj == worker.output_fd and not worker.read_output():
-                        selector.unregister(worker.output_fd)
+                listener.wait(_TICK, flushed=flushed)
                 try:
                     messages = worker.channel.receive()
                 except EOFError:

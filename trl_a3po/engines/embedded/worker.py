@@ -10,7 +10,6 @@ Messages in: `setup`, `load`, `submit`, `cancel`, `score`. Messages out: `built`
 
 import os
 import pickle
-import socket
 import sys
 import time
 import traceback
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl_a3po.engines.embedded.channel import Channel
-from trl_a3po.engines.embedded.process import end_with_parent
+from trl_a3po.engines.embedded.process import parents_channel
 
 HEARTBEAT = 0.5
 """Seconds between two `progress` messages, at most one decode step more."""
@@ -36,8 +35,7 @@ class Setup:
 
 
 def main() -> None:
-    end_with_parent(int(sys.argv[2]))
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = parents_channel()
     try:
         _serve(channel)
     except EOFError:
@@ -51,7 +49,7 @@ def main() -> None:
 
 
 def _serve(channel: Channel) -> None:
-    # Imports of several seconds come after `end_with_parent`.
+    # Imports of several seconds come after `parents_channel`.
     import torch
 
     from trl_a3po.engines.embedded.decoder import SlotDecoder
