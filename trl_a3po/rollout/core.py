@@ -11,48 +11,25 @@ Guarantees, whatever the order of events (invariants 1 to 4):
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal
 
-from trl_a3po.engines.protocol import EngineEvent, GroupFailed, GroupFinished, GroupRequest
+from trl_a3po.engines.protocol import EngineEvent, GroupFailed, GroupRequest
 from trl_a3po.errors import EngineError, StallError
 from trl_a3po.rollout.admission import TakePlan
-from trl_a3po.rollout.endings import GenerationFailed, StampError
+from trl_a3po.rollout.endings import GenerationFailed
 from trl_a3po.rollout.outcomes import Attempt, Kind, Ledger, Outcomes, Rejection, outcome_name
+from trl_a3po.rollout.outstanding import Outstanding, Stage
 from trl_a3po.rollout.prompts import PromptStream
 from trl_a3po.rollout.queue_state import OutstandingState, QueueState
-from trl_a3po.rollout.records import Group, Prompt, Rollout, Score
+from trl_a3po.rollout.records import Group, Prompt, Score
 from trl_a3po.rollout.take_order import Choice, choose_batch
 
-Stage = Literal["to submit", "in the engine", "waiting for its reward", "being scored", "ready"]
 Admission = Literal[
     "open", "total_takes", "max_staleness", "max_in_flight", "prompts", "end of data", "lag", "batch in the engine"
 ]
 
-FINISHED: tuple[Stage, ...] = ("waiting for its reward", "being scored", "ready")
 SPARE_BATCHES = 2  # prompts kept tokenised beyond what may be submitted: the batch a publish opens, and replacements
-
-
-@dataclass(slots=True, eq=False)
-class Outstanding:
-    """A prompt between the prompt stream and its take.
-
-    `since` is when it left the prompt stream, `stage_since` when it entered its stage, `entered` when its attempt
-    entered each of its stages in this process, all in the clock's seconds.
-    """
-
-    prompt: Prompt
-    since: float
-    stage_since: float
-    stage: Stage = "to submit"
-    request_id: int = -1
-    attempt: int = 0
-    submitted_version: int = 0
-    group: Group | None = None
-    oldest: int | None = None
-    newest: int | None = None
-    failures: list[str] = field(default_factory=list)
-    entered: dict[Stage, float] = field(default_factory=dict)
 
 
 class QueueCore:
@@ -230,7 +207,8 @@ class QueueCore:
         if isinstance(event, GroupFailed):
             self._attempt_failed(item, event.reason)
         else:
-            self._attempt_finished(item, event)
+            item.finish(event, self.num_rollouts, lagged=self.plan.lag is not None)
+            self._enter(item, "waiting for its reward")
 
     def next_to_score(self) -> tuple[int, Group] | None:
         """The oldest group waiting for its reward, by request id; it is being scored from now on. With a `lag`, groups
@@ -265,8 +243,7 @@ class QueueCore:
             self._reject(item, result.reason, result.remedy)
             return
         if isinstance(result, Group):
-            item.group = result
-            item.oldest, item.newest = _version_range(result.rollouts)
+            item.hold(result)
         else:
             item.group.score = result
         self._rejected_in_a_row = 0
@@ -285,11 +262,7 @@ class QueueCore:
         if not batch:
             return None
         for item in batch:
-            if item.newest is not None and item.newest > version:
-                raise StampError(
-                    f"The engine stamped a token of prompt {item.prompt.index} (attempt {item.attempt}) with version "
-                    f"{item.newest}, but the trainer is at version {version}: nothing newer can have been published."
-                )
+            item.check_taken_at(version)
         for item in batch:
             self._leave(item, "trained", taken_version=version)
         self.next_take += 1
@@ -319,7 +292,7 @@ class QueueCore:
             last_taken_version=self._last_taken_version,
             rejected_in_a_row=self._rejected_in_a_row,
             outcomes=outcomes,
-            outstanding=[_item_state(item) for item in self.order],
+            outstanding=[item.saved() for item in self.order],
         )
 
     def restore(self, state: QueueState, prompts: dict[int, Prompt], version: int) -> None:
@@ -349,8 +322,7 @@ class QueueCore:
         item.request_id, self._requests = self._requests, self._requests + 1
         self._by_request[item.request_id] = item
         item.attempt, item.submitted_version = saved.attempt, saved.submitted_version
-        item.group = Group(prompt, saved.rollouts, saved.score, saved.submitted_version, saved.attempt)
-        item.oldest, item.newest = _version_range(saved.rollouts)
+        item.hold(Group(prompt, saved.rollouts, saved.score, saved.submitted_version, saved.attempt))
         item.stage = "waiting for its reward" if saved.score is None else "ready"
         return item
 
@@ -405,32 +377,6 @@ class QueueCore:
             + "; ".join(f"attempt {number}: {reason}" for number, reason in enumerate(item.failures, start=1))
         )
 
-    def _attempt_finished(self, item: Outstanding, event: GroupFinished) -> None:
-        if len(event.rollouts) != self.num_rollouts:
-            raise EngineError(
-                f"The engine returned {len(event.rollouts)} rollouts for prompt {item.prompt.index}, but "
-                f"{self.num_rollouts} were asked for: a group is complete or it has failed."
-            )
-        strangers = [type(rollout).__name__ for rollout in event.rollouts if not isinstance(rollout, Rollout)]
-        if strangers:
-            raise EngineError(
-                f"The engine returned a {strangers[0]} for prompt {item.prompt.index}: GroupFinished holds a list of "
-                "trl_a3po.rollout.records.Rollout."
-            )
-        item.oldest, item.newest = _version_range(event.rollouts)
-        if item.oldest is not None and item.oldest < item.submitted_version:
-            raise StampError(
-                f"The engine stamped a token of prompt {item.prompt.index} (attempt {item.attempt}) with version "
-                f"{item.oldest}, but version {item.submitted_version} was published before it was submitted."
-            )
-        if self.plan.lag is not None and item.newest is not None and item.newest > item.submitted_version:
-            raise StampError(
-                f"The engine stamped a token of prompt {item.prompt.index} (attempt {item.attempt}) with version "
-                f"{item.newest}, but nothing newer than version {item.submitted_version} was published."
-            )
-        item.group = Group(item.prompt, event.rollouts, submitted_version=item.submitted_version, attempt=item.attempt)
-        self._enter(item, "waiting for its reward")
-
     def _check_take_version(self, version: int) -> None:
         planned = self.plan.version_of_take(self.next_take)
         if version > planned:
@@ -473,44 +419,4 @@ class QueueCore:
     ) -> None:
         self._ledger.end_attempt(item.request_id, kind, why)
         del self._by_request[item.request_id]
-        group = item.group if item.stage in FINISHED else None
-        self.attempt_ended(
-            Attempt(
-                prompt=item.prompt.index,
-                attempt=item.attempt,
-                outcome=outcome_name(kind, why),
-                submitted_version=item.submitted_version,
-                oldest=None if group is None else item.oldest,
-                newest=None if group is None else item.newest,
-                taken_version=taken_version,
-                tokens=0 if group is None else sum(len(rollout.token_ids) for rollout in group.rollouts),
-                submitted=item.entered.get("in the engine"),
-                finished=item.entered.get("waiting for its reward"),
-                scoring=item.entered.get("being scored"),
-                scored=item.entered.get("ready"),
-                ended=self.clock(),
-            )
-        )
-
-
-def _item_state(item: Outstanding) -> OutstandingState:
-    group, scored = item.group, item.stage == "ready"
-    attempt = item.attempt + 1 if item.stage == "to submit" else item.attempt
-    return OutstandingState(
-        prompt_index=item.prompt.index,
-        prompt_ids=list(item.prompt.token_ids),
-        submitted_version=item.submitted_version,
-        attempt=attempt,
-        failures=list(item.failures),
-        rollouts=list(group.rollouts) if item.stage in FINISHED else None,
-        score=group.score if scored else None,
-    )
-
-
-def _version_range(rollouts: list[Rollout]) -> tuple[int | None, int | None]:
-    """Oldest and newest version of the tokens that a policy sampled, `None` where none did."""
-    versions = {version for rollout in rollouts for version in rollout.versions}
-    if min(versions) < -1:
-        raise StampError(f"The engine stamped a token with version {min(versions)}: versions are 0 or more, or -1.")
-    versions.discard(-1)
-    return (min(versions), max(versions)) if versions else (None, None)
+        self.attempt_ended(item.ended(outcome_name(kind, why), taken_version, self.clock()))

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from trl_a3po.rollout.core import Outstanding, QueueCore
+from trl_a3po.rollout.core import QueueCore
+from trl_a3po.rollout.outstanding import Outstanding
 from trl_a3po.rollout.stacks import thread_stacks
 
 
