@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from trl_a3po.report.gantt import LEGEND, PALE_AMBER, Lines, draw_gantt
-from trl_a3po.report.plot import (
+from trl_a3po.report.look import (
     AMBER,
     BLUE,
     GREEN,
@@ -20,18 +20,12 @@ from trl_a3po.report.plot import (
     INK,
     ORANGE,
     RULE,
-    TIMES,
-    History,
-    _dots,
-    _end_labels,
-    _logged,
-    _name,
-    _series,
-    _smooth,
-    _steps_covered,
-    _tidy,
-    time_split,
+    dots,
+    end_labels,
+    name_axes,
+    tidy_axes,
 )
+from trl_a3po.report.numbers import TIMES, History, entries_with, running_mean, series, steps_covered, time_split
 
 WIDE = 4.0  # largest over smallest w or r, above which the scale is logarithmic
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", AMBER, "#56b4e9", INK)  # Okabe and Ito
@@ -58,7 +52,7 @@ def runs_figure(runs: Sequence[tuple[str, History]], timeline: Lines | None = No
     if not 1 <= len(runs) <= len(COLOURS):
         raise ValueError(f"{len(runs)} runs cannot be told apart in one picture: draw 1 to {len(COLOURS)}.")
     colours = [(name, COLOURS[i]) for i, (name, _) in enumerate(runs)]
-    logged = {panel: [_logged(history, keys) for _, history in runs] for panel, (keys, _) in PANELS.items()}
+    logged = {panel: [entries_with(history, keys) for _, history in runs] for panel, (keys, _) in PANELS.items()}
     drawn = {
         panel: [(*colours[i], entries) for i, (entries, absent) in enumerate(found) if not absent]
         for panel, found in logged.items()
@@ -78,11 +72,11 @@ def runs_figure(runs: Sequence[tuple[str, History]], timeline: Lines | None = No
         if drawn[panel] and panel != TIME:
             last = max(entries[-1]["step"] for *_, entries in drawn[panel])
             first = min(entries[0]["step"] for *_, entries in drawn[panel])
-            _tidy(axes, (first - 0.02 * (last - first) - 0.3, last + 0.02 * (last - first) + 0.3))
+            tidy_axes(axes, (first - 0.02 * (last - first) - 0.3, last + 0.02 * (last - first) + 0.3))
             axes.set_xlabel("optimizer step", color=GREY, fontsize=9)
         missing = [name for (name, _), (_, absent) in zip(runs, logged[panel], strict=True) if absent]
         details = DETAILS[panel] + (f"; not logged by {', '.join(missing)}" if missing else "")
-        _name(axes, panel, details)
+        name_axes(axes, panel, details)
     if below:
         _draw_timeline(figure.add_subplot(grid[2, :]), timeline)
     handles = [figure.axes[0].plot([], [], color=colour, linewidth=3, label=name)[0] for name, colour in colours]
@@ -94,31 +88,31 @@ def _lines(axes: Axes, runs: list, key: str, width: float = 2.0) -> list[tuple[s
     """A line of each run, and the label of its last point."""
     labels = []
     for _, colour, entries in runs:
-        steps, values = _series(entries, "step"), _series(entries, key)
-        axes.plot(steps, values, color=colour, linewidth=width, **_dots(len(steps)))
+        steps, values = series(entries, "step"), series(entries, key)
+        axes.plot(steps, values, color=colour, linewidth=width, **dots(len(steps)))
         labels.append((f"{values[-1]:.2f}", values[-1], colour))
     return labels
 
 
 def _label(axes: Axes, runs: list, labels: list[tuple[str, float, str]]) -> None:
-    _end_labels(axes, max(entries[-1]["step"] for *_, entries in runs), labels, fontsize=9)
+    end_labels(axes, max(entries[-1]["step"] for *_, entries in runs), labels, fontsize=9)
 
 
 def _draw_reward(axes: Axes, runs: list) -> None:
     labels = []
     for _, colour, entries in runs:
-        steps, values = _series(entries, "step"), _series(entries, "reward")
+        steps, values = series(entries, "step"), series(entries, "reward")
         axes.plot(steps, values, "o", color=colour, alpha=0.25, markersize=3.5, markeredgewidth=0)
-        smooth = _smooth(values)
-        axes.plot(steps, smooth, color=colour, linewidth=2, **_dots(len(steps)))
+        smooth = running_mean(values)
+        axes.plot(steps, smooth, color=colour, linewidth=2, **dots(len(steps)))
         labels.append((f"{smooth[-1]:.2f}", smooth[-1], colour))
     _label(axes, runs, labels)
 
 
 def _draw_staleness(axes: Axes, runs: list) -> None:
     for _, colour, entries in runs:
-        low, high = _series(entries, "a3po/staleness/min"), _series(entries, "a3po/staleness/max")
-        axes.fill_between(_series(entries, "step"), low, high, color=colour, alpha=0.14, linewidth=0)
+        low, high = series(entries, "a3po/staleness/min"), series(entries, "a3po/staleness/max")
+        axes.fill_between(series(entries, "step"), low, high, color=colour, alpha=0.14, linewidth=0)
     _label(axes, runs, _lines(axes, runs, "a3po/staleness/mean"))
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
@@ -128,7 +122,7 @@ def _draw_time(axes: Axes, runs: list) -> None:
     """A bar per run: seconds of an optimizer step, on average."""
     names = []
     for row, (name, colour, entries) in enumerate(runs):
-        steps = _steps_covered(entries)
+        steps = steps_covered(entries)
         wait, publish, train = (float((part * steps).sum() / steps.sum()) for part in time_split(entries))
         left = 0.0
         for seconds, opacity in ((train, 1.0), (publish, 0.6), (wait, 0.25)):
@@ -179,7 +173,7 @@ def _draw_timeline(axes: Axes, timeline: Lines) -> None:
     axes.set_xlabel("seconds", color=GREY, fontsize=9)
     legible = {RULE: GREY, PALE_AMBER: "#b8892f"}  # on white
     words = [(what, legible.get(colour, colour), None) for what, colour in LEGEND]
-    _name(axes, "Timeline", f"the last {takes} takes (lines): each group above, the trainer below", words)
+    name_axes(axes, "Timeline", f"the last {takes} takes (lines): each group above, the trainer below", words)
 
 
 def _tidy_empty(axes: Axes) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from trl_a3po.report.plot import AMBER, BLUE, GREEN, GREY, ORANGE, RULE
+from trl_a3po.report.look import AMBER, BLUE, GREEN, GREY, ORANGE, RULE
 
 Lines = list[dict[str, Any]]
 

@@ -23,7 +23,8 @@ class Outstanding:
     """One of them.
 
     `since` is when it left the prompt stream, `stage_since` when it entered its stage, `entered` when its attempt
-    entered each of its stages in this process, all in the clock's seconds; `oldest` and `newest` are the versions of its group's tokens, `None` where no policy sampled any.
+    entered each of its stages in this process, all in the clock's seconds; `oldest` and `newest` are the versions of
+    its group's tokens, `None` where no policy sampled any.
     """
 
     prompt: Prompt
