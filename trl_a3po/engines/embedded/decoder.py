@@ -13,7 +13,6 @@ starts under the current weights.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -21,7 +20,10 @@ import torch
 
 from trl_a3po.engines.embedded.cache import PrefillCache, SlotCache
 from trl_a3po.engines.embedded.forward import ModelForward
-from trl_a3po.engines.embedded.sampling import Sampler, noise_stream, uniform_noise
+from trl_a3po.engines.embedded.requests import check_request, check_scored, longest_prompt
+from trl_a3po.engines.embedded.sampling import Sampler, noise_stream
+from trl_a3po.engines.embedded.sequences import DecodedGroup, DecodedRollout, Prefilled, prefill_batches
+from trl_a3po.engines.embedded.slots import Slots
 from trl_a3po.engines.protocol import GroupFinished, GroupRequest, SamplingSettings
 from trl_a3po.errors import EngineError
 from trl_a3po.rollout.records import Rollout
@@ -30,8 +32,6 @@ from trl_a3po.rollout.records import Rollout
 _LENGTH_STEP = 32
 # On a CPU the last rows of a batch go through other instructions unless their number is a multiple of this one.
 _DETERMINISTIC_ROWS = 8
-# Padded tokens of one prefill forward: bounds its memory.
-_PREFILL_TOKENS = 8192
 
 
 class SlotDecoder:
@@ -84,7 +84,9 @@ class SlotDecoder:
         self._sampling = sampling
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._sampler = Sampler(sampling, self._forward.vocab_size, self._device)
-        self._max_prompt_tokens = self._longest_prompt(max_prompt_tokens)
+        self._max_prompt_tokens = longest_prompt(
+            max_prompt_tokens, new_tokens=sampling.max_new_tokens, context=self._forward.context
+        )
         self._recompute_on_publish = kv_on_publish == "recompute"
         # The one padded length of deterministic mode: every sequence fits.
         self._fixed_length = max_prompt_tokens + sampling.max_new_tokens if deterministic else None
@@ -93,18 +95,13 @@ class SlotDecoder:
         self._version = version
         self._tokens = 0
         self._cache_is_stale = False
-        self._groups: dict[int, _Group] = {}
-        self._waiting: deque[_Group] = deque()
-        # Slot i decodes self._active[i]; what follows is indexed the same way (longer in deterministic mode).
-        self._active: list[_Sequence | None] = [None] * slots
+        self._groups: dict[int, DecodedGroup] = {}
+        self._waiting: deque[DecodedGroup] = deque()
+        # Slot i decodes self._active[i]; cache and slots have more rows than that in deterministic mode.
+        self._active: list[DecodedRollout | None] = [None] * slots
         self._cache = SlotCache(rows)
-        self._last_token = np.zeros(rows, dtype=np.int64)
-        self._position = np.zeros(rows, dtype=np.int64)  # of the last token, whose key and value are not cached yet
-        self._stream = np.zeros(rows, dtype=np.uint64)
-        self._generated = np.zeros(rows, dtype=np.int64)
-        self._seen = None
-        if self._sampler.needs_seen:
-            self._seen = torch.zeros(rows, self._forward.vocab_size, dtype=torch.bool, device=self._device)
+        seen = self._forward.vocab_size if self._sampler.needs_seen else None
+        self._slots = Slots(rows, seen=seen, device=self._device)
 
     @property
     def version(self) -> int:
@@ -138,27 +135,19 @@ class SlotDecoder:
             ValueError: the prompt is empty, holds an id outside the vocabulary or does not fit, the id is in use, or
                 `num_rollouts` is below 1.
         """
-        prompt, name = request.prompt_ids, f"Request {request.request_id}"
         if request.request_id in self._groups:
-            raise ValueError(f"{name} is already being sampled: every attempt needs a new request_id.")
-        if request.num_rollouts < 1:
-            raise ValueError(f"{name} asks for num_rollouts={request.num_rollouts}: it must be at least 1.")
-        if not prompt:
-            raise ValueError(f"{name} has an empty prompt: give it at least one token.")
-        if not 0 <= min(prompt) <= max(prompt) < self._forward.vocab_size:
             raise ValueError(
-                f"{name} holds token ids from {min(prompt)} to {max(prompt)}, but the model's vocabulary is 0 to "
-                f"{self._forward.vocab_size - 1}: the tokenizer does not belong to this model."
+                f"Request {request.request_id} is already being sampled: every attempt needs a new request_id."
             )
-        if self._max_prompt_tokens is not None and len(prompt) > self._max_prompt_tokens:
-            context = self._forward.context
-            raise ValueError(
-                f"{name} has a prompt of {len(prompt)} tokens, but at most {self._max_prompt_tokens} fit beside "
-                f"max_new_tokens={self._sampling.max_new_tokens}"
-                + (f" in the model's context of {context}" if context else "")
-                + ": shorten the prompt, lower max_completion_length or raise max_prompt_tokens if it was set."
-            )
-        group = _Group(request)
+        context = self._forward.context
+        check_request(
+            request,
+            vocab_size=self._forward.vocab_size,
+            max_prompt_tokens=self._max_prompt_tokens,
+            room=f"beside max_new_tokens={self._sampling.max_new_tokens}"
+            + (f" in the model's context of {context}" if context else ""),
+        )
+        group = DecodedGroup(request)
         self._groups[request.request_id] = group
         self._waiting.append(group)
 
@@ -216,41 +205,21 @@ class SlotDecoder:
         Raises:
             ValueError: no tokens, ids outside the vocabulary, or more tokens than the model's context.
         """
-        texts, context = (*prompt_ids, *completion_ids), self._forward.context
-        if not prompt_ids or not completion_ids:
-            raise ValueError("Nothing can be scored without at least one prompt and one completion token.")
-        if not 0 <= min(texts) <= max(texts) < self._forward.vocab_size:
-            raise ValueError(
-                f"Token ids from {min(texts)} to {max(texts)} cannot be scored: the model's vocabulary is 0 to "
-                f"{self._forward.vocab_size - 1}."
-            )
-        if context is not None and len(texts) > context:
-            raise ValueError(f"{len(texts)} tokens cannot be scored: the model's context is {context}.")
-        logits = self._forward.completion_logits(prompt_ids, completion_ids).float()
+        forward = self._forward
+        check_scored(prompt_ids, completion_ids, vocab_size=forward.vocab_size, context=forward.context)
+        logits = forward.completion_logits(prompt_ids, completion_ids).float()
         tokens = torch.tensor(completion_ids, device=self._device)[:, None]
         return (logits / self._sampling.temperature).log_softmax(1).gather(1, tokens)[:, 0].tolist()
 
-    def _longest_prompt(self, asked: int | None) -> int | None:
-        context, new = self._forward.context, self._sampling.max_new_tokens
-        room = None if context is None else context - new
-        if room is not None and (room < 1 or (asked is not None and asked > room)):
-            raise ValueError(
-                f"max_new_tokens={new}"
-                + (f" and max_prompt_tokens={asked} are together" if asked else " is")
-                + f" more than the model's context of {context} tokens allows: lower max_completion_length"
-                + (" or max_prompt_tokens." if asked else ".")
-            )
-        return room if asked is None else asked
-
     def _admit(self, finished: list[GroupFinished]) -> None:
         """Fill the free slots: prefill the prompts that need it and sample every new rollout's first token."""
-        starts: list[tuple[int, _Sequence]] = []
+        starts: list[tuple[int, DecodedRollout]] = []
         for slot in range(len(self._active)):
             if self._active[slot] is None and self._waiting:
                 group = self._waiting[0]
-                starts.append((slot, _Sequence(group, group.started)))
+                starts.append((slot, DecodedRollout(group, group.started)))
                 group.started += 1
-                if group.started == group.request.num_rollouts:
+                if group.all_started:
                     self._waiting.popleft()
         groups = list({id(sequence.group): sequence.group for _, sequence in starts}.values())
         missing = [group for group in groups if group.prefilled is None]
@@ -258,30 +227,26 @@ class SlotDecoder:
         for batch, pad_to in self._batches([len(prompt) for prompt in prompts], self._max_prompt_tokens):
             logits, cache = self._forward.prefill([prompts[i] for i in batch], pad_to)
             for row, i in enumerate(batch):
-                missing[i].prefilled = _Prefilled(logits[row], cache, row)
+                missing[i].prefilled = Prefilled(logits[row], cache, row)
         for slot, sequence in starts:
             self._occupy(slot, sequence)
         self._copy_prompts(starts)
         slots = [slot for slot, _ in starts]
         self._record(slots, self._sample_starts(starts), finished)
         for group in groups:
-            if group.started < group.request.num_rollouts:
-                group.prefilled.release_the_batch(len(group.request.prompt_ids))
-            else:
+            if group.all_started:
                 group.prefilled = None
+            else:
+                group.prefilled.release_the_batch(len(group.request.prompt_ids))
 
-    def _occupy(self, slot: int, sequence: "_Sequence") -> None:
+    def _occupy(self, slot: int, sequence: DecodedRollout) -> None:
         request = sequence.group.request
         self._active[slot] = sequence
-        self._position[slot] = len(request.prompt_ids) - 1
-        self._stream[slot] = noise_stream(self._sampling.seed, request.noise_key, sequence.number)
-        self._generated[slot] = 0
-        if self._seen is not None:
-            self._seen[slot] = False
-            self._seen[slot, torch.tensor(request.prompt_ids, device=self._device)] = True
+        stream = noise_stream(self._sampling.seed, request.noise_key, sequence.number)
+        self._slots.occupy(slot, request.prompt_ids, stream)
 
-    def _copy_prompts(self, starts: Sequence[tuple[int, "_Sequence"]]) -> None:
-        by_cache: dict[int, list[tuple[int, _Prefilled]]] = {}
+    def _copy_prompts(self, starts: Sequence[tuple[int, DecodedRollout]]) -> None:
+        by_cache: dict[int, list[tuple[int, Prefilled]]] = {}
         for slot, sequence in starts:
             prefilled = sequence.group.prefilled
             by_cache.setdefault(id(prefilled.cache), []).append((slot, prefilled))
@@ -290,14 +255,14 @@ class SlotDecoder:
             rows = torch.tensor([prefilled.row for _, prefilled in copies], device=self._device)
             self._write(slots, copies[0][1].cache, rows)
 
-    def _sample_starts(self, starts: Sequence[tuple[int, "_Sequence"]]) -> np.ndarray:
+    def _sample_starts(self, starts: Sequence[tuple[int, DecodedRollout]]) -> np.ndarray:
         slots = np.array([slot for slot, _ in starts])
         logits = torch.stack([sequence.group.prefilled.logits for _, sequence in starts])
         if self._fixed_length is None:
             return self._sample(logits, slots)
-        every_slot = logits.new_zeros(len(self._position), logits.shape[1])
+        every_slot = logits.new_zeros(len(self._slots), logits.shape[1])
         every_slot[torch.from_numpy(slots).to(self._device)] = logits
-        return self._sample(every_slot, np.arange(len(self._position)))[:, slots]
+        return self._sample(every_slot, np.arange(len(self._slots)))[:, slots]
 
     def _close_gaps(self) -> None:
         """Move the last sequences into free slots, so that the active ones are the first rows of the cache."""
@@ -309,35 +274,28 @@ class SlotDecoder:
                 free += 1
             if free >= last:
                 return
-            self._cache.move(last, free, int(self._position[last]))
-            for array in (self._last_token, self._position, self._stream, self._generated):
-                array[free] = array[last]
-            if self._seen is not None:
-                self._seen[free] = self._seen[last]
+            self._cache.move(last, free, int(self._slots.position[last]))
+            self._slots.move(last, free)
             self._active[free], self._active[last] = self._active[last], None
 
     def _decode(self, finished: list[GroupFinished]) -> None:
         active = self.active_rollouts
         if self._fixed_length is None:
-            rows, length = active, _round_up(int(self._position[:active].max()) + 1)
+            rows, length = active, _round_up(int(self._slots.position[:active].max()) + 1)
         else:
-            rows, length = len(self._position), self._fixed_length
-            self._position[active:] = self._last_token[active:] = 0
-        logits = self._forward.decode(
-            self._on_device(self._last_token[:rows]), self._on_device(self._position[:rows]), self._cache, length
-        )
+            rows, length = len(self._slots), self._fixed_length
+            self._slots.park(active)
+        slots = self._slots
+        tokens, positions = slots.on_device(slots.token[:rows]), slots.on_device(slots.position[:rows])
+        logits = self._forward.decode(tokens, positions, self._cache, length)
         self._record(range(active), self._sample(logits, slice(0, rows)), finished)
 
     def _sample(self, logits: torch.Tensor, slots: np.ndarray | slice) -> np.ndarray:
         """Tokens and log-probs, `(2, N)` on the host, of the sequences in `slots`."""
-        generated = self._generated[slots]
-        noise = self._on_device(uniform_noise(self._stream[slots], generated))
         too_early = None
         if self._sampling.min_new_tokens:
-            too_early = self._on_device(generated < self._sampling.min_new_tokens)
-        seen = None
-        if self._seen is not None:
-            seen = self._seen[slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self._device)]
+            too_early = self._slots.on_device(self._slots.generated[slots] < self._sampling.min_new_tokens)
+        noise, seen = self._slots.noise(slots), self._slots.seen(slots)
         return self._sampler.draw(logits, noise, too_early, seen).cpu().numpy()
 
     def _record(self, slots: Iterable[int], drawn: np.ndarray, finished: list[GroupFinished]) -> None:
@@ -350,28 +308,24 @@ class SlotDecoder:
                 "broken, or they overflow in the engine's dtype."
             )
         tokens = drawn[0].astype(np.int64)
-        self._last_token[slots] = tokens
-        self._position[slots] += 1
-        self._generated[slots] += 1
+        self._slots.advance(slots, tokens)
         self._tokens += len(slots)
-        if self._seen is not None:
-            self._seen[self._on_device(slots), self._on_device(tokens)] = True
         for slot, token, logp in zip(slots.tolist(), tokens.tolist(), drawn[1].tolist(), strict=True):
             sequence = self._active[slot]
-            sequence.token_ids.append(token)
-            sequence.logps.append(logp)
-            sequence.versions.append(self._version)
+            sequence.append(token, logp, self._version)
             stops = token in self._stop_ids
             if stops or len(sequence.token_ids) == self._sampling.max_new_tokens:
                 self._active[slot] = None
                 self._finish(sequence, "stop" if stops else "length", finished)
 
-    def _finish(self, sequence: "_Sequence", reason: Literal["stop", "length"], finished: list[GroupFinished]) -> None:
+    def _finish(
+        self, sequence: DecodedRollout, reason: Literal["stop", "length"], finished: list[GroupFinished]
+    ) -> None:
         group = sequence.group
         group.done[sequence.number] = Rollout(sequence.token_ids, sequence.logps, sequence.versions, reason)
-        if len(group.done) == group.request.num_rollouts:
+        if (whole := group.finished()) is not None:
             del self._groups[group.request.request_id]
-            finished.append(GroupFinished(group.request.request_id, [group.done[i] for i in sorted(group.done)]))
+            finished.append(whole)
 
     def _recompute(self) -> None:
         """Prefill every sequence in flight again: its prompt and its tokens but the last, which is decoded next."""
@@ -390,50 +344,7 @@ class SlotDecoder:
         `fixed` in deterministic mode, otherwise those of similar length."""
         if self._fixed_length is not None:
             return [([i], fixed) for i in range(len(lengths))]
-        batches: list[tuple[list[int], int]] = []
-        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # longest first
-            if batches:
-                batch, pad_to = batches[-1]
-                if 2 * lengths[i] >= pad_to and (len(batch) + 1) * pad_to <= _PREFILL_TOKENS:
-                    batch.append(i)
-                    continue
-            batches.append(([i], lengths[i]))
-        return batches
-
-    def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
-
-
-@dataclass(slots=True, eq=False)
-class _Prefilled:
-    """A prompt's logits `(V,)` after its last token, and its row in the cache of the forward that computed them."""
-
-    logits: torch.Tensor
-    cache: PrefillCache
-    row: int
-
-    def release_the_batch(self, length: int) -> None:
-        self.logits = self.logits.clone()
-        self.cache, self.row = self.cache.row(self.row, length), 0
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    request: GroupRequest
-    started: int = 0
-    prefilled: _Prefilled | None = None
-    done: dict[int, Rollout] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A rollout that holds a slot."""
-
-    group: _Group
-    number: int
-    token_ids: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+        return prefill_batches(lengths)
 
 
 def _round_up(length: int) -> int:
