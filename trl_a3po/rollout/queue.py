@@ -3,8 +3,8 @@
 Guarantees:
 - what is outstanding is bounded by `max_staleness` (see `admission.TakePlan`), and `take` hands groups out in
   submission order (see `take_order`); what became of every prompt is on the books (see `outcomes`);
-- dataset, tokenizer and `publish` are touched by the main thread only; the engine's `submit`, `wait` and `cancel` by
-  the rollout thread only; the reward functions by the reward threads only, one group at a time each;
+- dataset, tokenizer and `publish` are touched by the main thread only, whose side this file is; the engine's other
+  calls and the reward functions by background threads only (see `background`);
 - no lock is held while the engine, the reward functions or the tokenizer work;
 - every wait has a limit, and whatever goes wrong in the background is raised by the next `take`, with its cause.
 
@@ -18,25 +18,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
-from trl_a3po.engines.protocol import Engine, GroupRequest
-from trl_a3po.errors import A3POError, EngineError, RewardError, StallError
+from trl_a3po.engines.protocol import Engine
+from trl_a3po.errors import StallError
 from trl_a3po.publish.policy import WeightUpdate
 from trl_a3po.rollout.admission import TakePlan
+from trl_a3po.rollout.background import background_threads
 from trl_a3po.rollout.core import QueueCore
-from trl_a3po.rollout.endings import EndOfData, QueueClosed
+from trl_a3po.rollout.endings import EndOfData
 from trl_a3po.rollout.outcomes import Attempt, Outcomes, Rejection
 from trl_a3po.rollout.prompts import PromptStream
 from trl_a3po.rollout.queue_state import QueueState
 from trl_a3po.rollout.records import Group, Rollout, Score
+from trl_a3po.rollout.shared import Shared
 from trl_a3po.rollout.side_requests import SideRequests
 from trl_a3po.rollout.waiting import QueueStatus, overdue_report, queue_status, stall_report, starved
 
 logger = logging.getLogger(__name__)
 
-ENGINE_POLL_SECONDS = 0.02  # how late a publish opens submission while the engine has work
 WAITING_TOLD_SECONDS = 10.0
 OVERDUE_CLOSE_SECONDS = 0.5  # for a score that is known to hang
-IDLE_POLL_SECONDS = 0.5  # how late a dead engine is noticed while it has none
 
 
 class GenerationQueue:
@@ -100,16 +100,14 @@ class GenerationQueue:
             _require_positive(score_timeout=score_timeout)
         self._engine = engine
         self._prompts = prompts
-        self._score = score
         self._stall_timeout = stall_timeout
         self._close_timeout = close_timeout
-        self._score_threads = score_threads
         self._score_timeout = score_timeout
         self._interrupt_score = interrupt_score
         self._describe_score = describe_score
         self._while_waiting = while_waiting
         self._waiting_told = time.monotonic()
-        self._core = QueueCore(
+        core = QueueCore(
             prompts=prompts,
             plan=TakePlan(groups_per_batch, max_staleness, version_of_take, total_takes, lag),
             num_rollouts=num_rollouts,
@@ -118,16 +116,14 @@ class GenerationQueue:
             max_rejected_in_a_row=10 * groups_per_batch if max_rejected_in_a_row is None else max_rejected_in_a_row,
             attempt_ended=attempt_ended,
         )
-        self._changed = threading.Condition()  # guards everything below and the core
+        self._core, self._shared = core, Shared(core)
+        self._changed = self._shared.changed  # guards the core and everything below
+        self._background = background_threads(
+            self._shared, engine, score, score_threads, cut_off=interrupt_score is not None
+        )
         self._threads: list[threading.Thread] = []
-        self._side: SideRequests | None = None
-        self._error: A3POError | None = None
-        self._closed = False
-        self._last_progress = time.monotonic()
         self._taking_since: float | None = None
         self._take_seconds = 0.0
-        self._blocked_since: float | None = None
-        self._blocked_seconds = 0.0
 
     # --- the main thread ----------------------------------------------------------------------------------------
 
@@ -135,12 +131,10 @@ class GenerationQueue:
         """Begin to submit; the engine samples from `version`. Main thread only."""
         if self._threads:
             raise RuntimeError("The queue was started already.")
-        self._raise_if_over()
+        self._shared.raise_if_over()
         self._published(version)
-        rewards = [("a3po reward thread", self._reward_loop)] * self._score_threads
-        for name, target in [("a3po rollout thread", self._rollout_loop), *rewards]:
-            thread = threading.Thread(target=self._guarded, args=(target,), name=name, daemon=True)
-            self._threads.append(thread)
+        self._threads = self._background
+        for thread in self._threads:
             thread.start()
 
     def restore(self, state: QueueState, version: int) -> None:
@@ -166,7 +160,7 @@ class GenerationQueue:
         """
         self._settle(scored=True)
         with self._changed:
-            self._raise_if_over()
+            self._shared.raise_if_over()
             return self._core.state()
 
     def publish(self, update: WeightUpdate) -> None:
@@ -178,14 +172,14 @@ class GenerationQueue:
             EngineError: the engine could not take the weights.
             StallError: `stall_timeout` seconds of that wait passed without an event.
         """
-        self._raise_if_over()
+        self._shared.raise_if_over()
         self._settle()
         self._engine.publish(update)
         self._published(update.version)
 
     def published(self, version: int) -> None:
         """Let admission follow a publish that the caller has made itself. Main thread only."""
-        self._raise_if_over()
+        self._shared.raise_if_over()
         self._published(version)
 
     def take(self, version: int) -> list[Group]:
@@ -235,15 +229,15 @@ class GenerationQueue:
         side = SideRequests(prompts, num_rollouts, first_noise_key, self._core.max_attempts)
         self._settle(scored=True)
         with self._changed:
-            self._raise_if_over()
-            self._side, began = side, time.monotonic()
-            self._progress()
+            self._shared.raise_if_over()
+            self._shared.side, began = side, time.monotonic()
+            self._shared.progress()
         try:
             while self._sampling(side, began):
                 self._tell_waiting()
         finally:
             with self._changed:
-                self._side = None
+                self._shared.side = None
         return side.rollouts()
 
     def close(self) -> None:
@@ -253,7 +247,7 @@ class GenerationQueue:
         after `close_timeout` seconds, with a warning; whatever it still returns is ignored.
         """
         with self._changed:
-            self._closed = True
+            self._shared.closed = True
             self._changed.notify_all()
         if self._interrupt_score is not None:
             self._interrupt_score()
@@ -286,13 +280,11 @@ class GenerationQueue:
     def status(self) -> QueueStatus:
         """What is outstanding, and why either side waits. Cheap, never blocks for long."""
         with self._changed:
-            now = time.monotonic()
-            taking = 0.0 if self._taking_since is None else now - self._taking_since
-            blocked = 0.0 if self._blocked_since is None else now - self._blocked_since
-            status = queue_status(self._core, self._take_seconds + taking, self._blocked_seconds + blocked)
-            if self._error is not None:
-                return replace(status, producer=f"stopped by an error: {self._error}", consumer="stopped by an error")
-            if self._closed:
+            taking = 0.0 if self._taking_since is None else time.monotonic() - self._taking_since
+            status = queue_status(self._core, self._take_seconds + taking, self._shared.blocked_seconds)
+            if (error := self._shared.error) is not None:
+                return replace(status, producer=f"stopped by an error: {error}", consumer="stopped by an error")
+            if self._shared.closed:
                 return replace(status, producer="the queue is closed", consumer="the queue is closed")
             return status if self._threads else replace(status, producer="the queue is not started")
 
@@ -306,20 +298,20 @@ class GenerationQueue:
     def _published(self, version: int) -> None:
         with self._changed:
             self._core.published(version)
-            self._progress()
+            self._shared.progress()
         self._fill_prompts()
 
     def _take_or_wait(self, version: int, began: float) -> list[Group] | None:
         """One look at the queue: a batch, or `None` after prompts were tokenised or something may have changed."""
-        self._raise_if_over()
+        self._shared.raise_if_over()
         self._fill_prompts()
         with self._changed:
-            self._raise_if_over()
+            self._shared.raise_if_over()
             if self._core.end is not None:
                 raise EndOfData(self._core.end)
             groups = self._core.try_take(version)
             if groups is not None:
-                self._progress()
+                self._shared.progress()
                 return groups
             if (reason := starved(self._core)) is not None:
                 raise StallError(reason)
@@ -333,7 +325,7 @@ class GenerationQueue:
         with self._changed:
             if side.done:
                 return False
-            self._raise_if_over()
+            self._shared.raise_if_over()
             self._wait_for_progress(began)
             return True
 
@@ -343,7 +335,7 @@ class GenerationQueue:
         while self._core.plan.lag is not None:
             self._fill_prompts()
             with self._changed:
-                self._raise_if_over()
+                self._shared.raise_if_over()
                 if self._core.settled and not (scored and self._core.scoring):
                     return
                 if self._core.admission() != "prompts":
@@ -353,7 +345,7 @@ class GenerationQueue:
     def _wait_for_progress(self, began: float) -> None:
         """Wait for the next event, or raise when there has been none for too long since `began`, or a score is
         overdue; the caller holds the lock."""
-        quiet = time.monotonic() - max(began, self._last_progress)
+        quiet = time.monotonic() - max(began, self._shared.last_progress)
         if quiet >= self._stall_timeout:
             raise StallError(stall_report(self.status(), quiet, self._describe_score()))
         longest = self._stall_timeout - quiet
@@ -377,115 +369,7 @@ class GenerationQueue:
         if buffered < wanted and not ended:
             self._prompts.fill(wanted)
             with self._changed:
-                self._progress()
-
-    def _raise_if_over(self) -> None:
-        """The error that stopped the background work, as a new exception each time, or that the queue is closed."""
-        with self._changed:
-            if self._error is not None:
-                raise type(self._error)(*self._error.args) from (self._error.__cause__ or self._error)
-            if self._closed:
-                raise QueueClosed("The queue is closed: nothing can be taken from it or published to it any more.")
-
-    # --- the background threads ---------------------------------------------------------------------------------
-
-    def _rollout_loop(self) -> None:
-        """Submits what admission allows and brings finished groups home."""
-        while True:
-            with self._changed:
-                if self._over:
-                    break
-                requests = self._submissions()
-                self._blocked(self._core.admission() == "max_staleness")
-                if requests:
-                    self._progress()
-                busy = self._core.count("in the engine") > 0 or self._side is not None
-                if not busy:
-                    self._changed.wait(IDLE_POLL_SECONDS)
-            if requests:
-                self._engine.submit(requests)
-            events = self._engine.wait(ENGINE_POLL_SECONDS if busy else 0.0)
-            with self._changed:
-                for event in () if self._over else events:
-                    self._progress()
-                    if event.request_id >= 0:
-                        self._core.engine_event(event)
-                    elif self._side is not None:
-                        self._side.engine_event(event)
-        with self._changed:
-            self._blocked(False)
-            left = self._core.close()
-        if left:
-            self._engine.cancel(left)
-
-    def _submissions(self) -> list[GroupRequest]:
-        """What to hand to the engine now: the run's own prompts first."""
-        beside = [] if self._side is None else self._side.submissions()
-        return self._core.submissions() + beside
-
-    def _reward_loop(self) -> None:
-        """Scores finished groups, the oldest first."""
-        while True:
-            with self._changed:
-                while not self._over and (due := self._core.next_to_score()) is None:
-                    self._changed.wait()
-                if self._over:
-                    return
-            request_id, group = due
-            try:
-                result = self._score(group)
-            except Exception as error:
-                with self._changed:
-                    if self._closed and self._interrupt_score is not None:  # this is what it did
-                        return
-                if isinstance(error, RewardError):
-                    raise
-                raise RewardError(
-                    f"Scoring the rollouts of prompt {group.prompt.index} raised {type(error).__name__}: {error}"
-                ) from error
-            if not isinstance(result, (Score, Group, Rejection)):
-                raise RewardError(
-                    f"Scoring the rollouts of prompt {group.prompt.index} returned a {type(result).__name__}: it must "
-                    "return a Score, a Group or a Rejection."
-                )
-            with self._changed:
-                if not self._over:
-                    self._progress()
-                    self._core.scored(request_id, result)
-
-    def _guarded(self, loop: Callable[[], None]) -> None:
-        """Runs a thread's loop; what ends it early stops the queue and is raised by `take`."""
-        try:
-            loop()
-        except BaseException as error:  # a reward function's SystemExit would otherwise end it in silence
-            with self._changed:
-                if self._error is not None or self._closed:
-                    logger.warning("The %s failed while stopping: %r", threading.current_thread().name, error)
-                    return
-                self._error = _as_a3po_error(error)
-                self._changed.notify_all()
-
-    @property
-    def _over(self) -> bool:
-        return self._closed or self._error is not None
-
-    def _progress(self) -> None:
-        self._last_progress = time.monotonic()
-        self._changed.notify_all()
-
-    def _blocked(self, blocked: bool) -> None:
-        now = time.monotonic()
-        if self._blocked_since is not None:
-            self._blocked_seconds += now - self._blocked_since
-        self._blocked_since = now if blocked else None
-
-
-def _as_a3po_error(error: BaseException) -> A3POError:
-    if isinstance(error, A3POError):
-        return error
-    raised = EngineError(f"The {threading.current_thread().name} stopped: {type(error).__name__}: {error}")
-    raised.__cause__ = error
-    return raised
+                self._shared.progress()
 
 
 def _require_positive(**settings: float) -> None:
