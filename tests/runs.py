@@ -83,6 +83,11 @@ class TakeRecorder(A3POTrainer):
         self.takes.append((self.state.global_step, taken_groups(self)))
         return rows
 
+    @property
+    def groups(self) -> list[tuple[int, Group]]:
+        """Each group with the version it was taken at."""
+        return [(version, group) for version, groups in self.takes for group in groups]
+
     def close(self):
         session = self._session
         super().close()

@@ -7,9 +7,9 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from tests.runs import taken_groups
+from tests.runs import TakeRecorder
 from tests.tiny import save_tiny_model, tiny_prompts
-from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po import A3POConfig
 from trl_a3po.testing import completion_logps
 
 
@@ -27,17 +27,6 @@ class KeepVersions(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.keep(state.global_step, model)
-
-
-class RecordingTrainer(A3POTrainer):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.groups = []
-
-    def _take(self):
-        rows = super()._take()
-        self.groups += [(self.state.global_step, group) for group in taken_groups(self)]
-        return rows
 
 
 def reward(completion_ids, **kwargs):
@@ -65,7 +54,7 @@ def train(tmp_path, *, peft_config=None, **settings):
         model_init_kwargs={"dtype": "float32"},
         **settings,
     )
-    trainer = RecordingTrainer(
+    trainer = TakeRecorder(
         save_tiny_model(tmp_path / "model"),
         reward,
         args=args,

@@ -6,7 +6,6 @@ from peft import PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.engines.tiny_models import (
-    _SHAPE,
     MIXED_WINDOW,
     MIXTURES,
     MODELS,
@@ -18,6 +17,7 @@ from tests.engines.tiny_models import (
     settings,
     tiny_model,
 )
+from tests.tiny import SHAPE
 from trl_a3po.engines.embedded.decoder import SlotDecoder
 from trl_a3po.engines.embedded.forward import _ALL_LAYERS_SLIDE, _MASK_BY_LAYER_TYPE
 
@@ -52,7 +52,7 @@ def test_the_window_matters():
 def build(model_type: str, attention: str = "eager", auto=AutoModelForCausalLM, **extra) -> torch.nn.Module:
     return auto.from_config(
         AutoConfig.for_model(
-            model_type, **{key: value for key, value in {**_SHAPE, **extra}.items() if value is not None}
+            model_type, **{key: value for key, value in {**SHAPE, **extra}.items() if value is not None}
         ),
         attn_implementation=attention,
     )

@@ -5,24 +5,11 @@ import copy
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.tiny import SHAPE, VOCAB
 from trl_a3po.engines.embedded.decoder import SlotDecoder
 from trl_a3po.engines.protocol import GroupFinished, GroupRequest, SamplingSettings
 from trl_a3po.rollout.records import Rollout
 
-VOCAB = 64
-_SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 96,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 MIXED = ["sliding_attention", "full_attention"]
 MIXED_WINDOW = {"sliding_window": 5, "layer_types": MIXED}
 MOE = {
@@ -87,7 +74,7 @@ def tiny_model(name: str = "llama", seed: int = 0, **overrides) -> torch.nn.Modu
     model_type, extra = (MODELS | MIXTURES)[name]
     extra = {**extra, **overrides}
     attention = extra.pop("attn_implementation", "sdpa")
-    config = AutoConfig.for_model(model_type, **{**_SHAPE, **extra})
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **extra})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():

@@ -8,24 +8,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.tiny import SHAPE, VOCAB
 from trl_a3po.forward.attention import install
 from trl_a3po.publish.collect import base_model
 
-VOCAB = 64
 TEMPERATURE = 0.7
-_SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 96,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 _MIXED = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 # name -> (model type, what its configuration adds to the shape)
 MODELS: dict[str, tuple[str, dict]] = {
@@ -51,7 +38,7 @@ def tiny_model(name: str = "llama", *, lora: bool = False, dtype=torch.float64, 
     that changes it."""
     model_type, extra = MODELS[name]
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**_SHAPE, **extra, **overrides})
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **extra, **overrides})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -5,23 +5,12 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from tests.engines.vllm.stub_server import StubServer
-from tests.runs import logged, taken_groups
+from tests.runs import TakeRecorder, logged
 from tests.tiny import save_tiny_model, tiny_prompts
-from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po import A3POConfig
 from trl_a3po.errors import EngineError
 
 STEPS = 8
-
-
-class RecordingTrainer(A3POTrainer):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.groups = []
-
-    def _take(self):
-        rows = super()._take()
-        self.groups += [(self.state.global_step, group) for group in taken_groups(self)]
-        return rows
 
 
 class At(TrainerCallback):
@@ -35,7 +24,7 @@ class At(TrainerCallback):
             self.action()
 
 
-def trainer_on(servers, tmp_path, *callbacks, **settings) -> RecordingTrainer:
+def trainer_on(servers, tmp_path, *callbacks, **settings) -> TakeRecorder:
     model = tmp_path / "model"
     adapter = settings.pop("peft_config", LoraConfig(r=2, target_modules="all-linear"))
     args = A3POConfig(
@@ -59,7 +48,7 @@ def trainer_on(servers, tmp_path, *callbacks, **settings) -> RecordingTrainer:
             **settings,
         },
     )
-    return RecordingTrainer(
+    return TakeRecorder(
         str(model) if model.exists() else save_tiny_model(model),
         lambda completion_ids, **kwargs: [len(ids) / 16 for ids in completion_ids],
         args=args,
