@@ -404,6 +404,8 @@ class A3POConfig(GRPOConfig):
     dry_run: bool = field(
         default=False, metadata={"help": "Have train() print the resolved plan and return without training."}
     )
+
+    # Training forward
     packed_forward: str = field(
         default="auto",
         metadata={

@@ -18,8 +18,8 @@ from tests.engines.tiny_models import (
     tiny_model,
 )
 from tests.tiny import SHAPE
+from trl_a3po.engines.embedded.architecture import _ALL_LAYERS_SLIDE, _MASK_BY_LAYER_TYPE
 from trl_a3po.engines.embedded.decoder import SlotDecoder
-from trl_a3po.engines.embedded.forward import _ALL_LAYERS_SLIDE, _MASK_BY_LAYER_TYPE
 
 ARCHITECTURES = [(name, False) for name in MODELS | MIXTURES] + [(name, True) for name in MODELS]
 

@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from trl_a3po.config import A3POConfig
-from trl_a3po.engines.embedded.forward import check_architecture
+from trl_a3po.engines.embedded.architecture import check_architecture
 from trl_a3po.engines.embedded.sampling import check_sampling
 from trl_a3po.engines.protocol import SamplingSettings
 from trl_a3po.engines.vllm.completions import logprobs_modes

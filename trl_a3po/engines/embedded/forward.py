@@ -1,7 +1,6 @@
 """The model as the decoder sees it: whole sequences in (prefill), one token a slot in (decode), logits out.
 
-Guarantees: only the last position of a sequence goes through the output layer; architectures whose cache or mask
-this engine does not know are refused by name.
+Guarantees: only the last position of a sequence goes through the output layer.
 """
 
 import inspect
@@ -12,30 +11,8 @@ import torch
 from peft import PeftModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trl_a3po.engines.embedded.architecture import check_architecture
 from trl_a3po.engines.embedded.cache import PrefillCache, SlotCache
-
-_LAYERS = {"full_attention", "sliding_attention"}
-# Their forward takes one mask per layer type.
-_MASK_BY_LAYER_TYPE = {
-    "cohere2",
-    "cwm",
-    "dots1",
-    "exaone4",
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "ministral",
-    "olmo3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "smollm3",
-    "vaultgemma",
-}
-# All their layers slide when the configuration holds a window.
-_ALL_LAYERS_SLIDE = {"ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"}
-# How configurations call the number of experts of a mixture.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class ModelForward:
@@ -55,7 +32,7 @@ class ModelForward:
     ):
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         self._model = model.eval()
-        self._config = config = base.config.get_text_config()
+        config = base.config.get_text_config()
         self.device = torch.device(device) if device is not None else base.get_input_embeddings().weight.device
         self._dtype = base.get_input_embeddings().weight.dtype
         self._deterministic = deterministic
@@ -116,72 +93,3 @@ class ModelForward:
         """What to add to attention scores: `(N, L)` bool to `(N, 1, 1, L)`, 0 where visible."""
         hidden = torch.full(visible.shape, -torch.inf, dtype=self._dtype, device=visible.device)
         return hidden.masked_fill_(visible, 0.0)[:, None, None]
-
-
-def check_architecture(model: torch.nn.Module, *, deterministic: bool = False) -> tuple[int | None, bool]:
-    """The sliding window, and whether only layers of one type have it.
-
-    Raises:
-        ValueError: the architecture, its attention implementation or its positions are not supported.
-    """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    config = base.config.get_text_config()
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = _checked_window(config, layer_types)
-    _check(model, base, config, layer_types, inspect.signature(type(base).forward).parameters)
-    if deterministic and any(getattr(config, name, None) for name in _EXPERTS):
-        raise ValueError(
-            f"deterministic=True cannot hold for {config.model_type!r} models: how many tokens an expert computes "
-            "at once depends on the rest of the batch. Set deterministic=False."
-        )
-    return window, "sliding_attention" in layer_types
-
-
-def _checked_window(config, layer_types: set[str]) -> int | None:
-    window = getattr(config, "sliding_window", None)
-    if "sliding_attention" in layer_types:
-        if config.model_type not in _MASK_BY_LAYER_TYPE:
-            _refuse(config, "mixes sliding-window and full attention in a way this engine has not been tested with")
-        return window
-    if getattr(config, "layer_types", None) is not None or window is None:
-        return None
-    if config.model_type not in _ALL_LAYERS_SLIDE:
-        _refuse(config, f"has sliding_window={window}, with which this engine has not been tested")
-    return window
-
-
-def _check(model, base, config, layer_types: set[str], parameters) -> None:
-    if base.config.is_encoder_decoder:
-        _refuse(config, "is an encoder-decoder model")
-    if unknown := layer_types - _LAYERS:
-        _refuse(config, f"has layers of type {sorted(unknown)}, whose state is not keys and values by position")
-    if missing := {"position_ids", "logits_to_keep", "attention_mask"} - set(parameters):
-        _refuse(config, f"has a forward without {sorted(missing)}")
-    if not {"cache", "past_key_values"} & set(parameters):
-        _refuse(config, "has no cache of keys and values")
-    if getattr(config, "num_kv_shared_layers", 0):
-        _refuse(config, "shares keys and values between layers")
-    if getattr(config, "alibi", False):
-        _refuse(config, "reads positions from its attention mask")
-    rope = getattr(config, "rope_parameters", None) or {}
-    for of_layer in [rope, *[value for value in rope.values() if isinstance(value, dict)]]:
-        kind = of_layer.get("rope_type")
-        if kind in ("dynamic", "longrope"):
-            _refuse(config, f"has rope_type={kind!r}, under which a position depends on the longest of the batch")
-    if config._attn_implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f"attn_implementation={config._attn_implementation!r} cannot attend to slots of different lengths here: "
-            "build the engine's copy of the model with 'sdpa' or 'eager'."
-        )
-    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-        raise ValueError(
-            f"peft_type={model.active_peft_config.peft_type} puts virtual tokens into the cache, which this engine "
-            "does not support: use LoRA or another adapter of weights."
-        )
-
-
-def _refuse(config, why: str):
-    raise ValueError(
-        f"The transformers engine cannot sample from {config.model_type!r} models: this one {why}. Use engine='vllm', "
-        "or a decoder-only attention model."
-    )

@@ -70,7 +70,7 @@ class Supervisor:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="a3po-engine", daemon=True)
 
-    # -- what the engine calls
+    # --- what the engine calls -----------------------------------------------------------------------------------
 
     def start(self, timeout: float) -> None:
         """Start the first worker; returns when it is ready. Raises `EngineError` when it does not become so."""
@@ -193,7 +193,7 @@ class Supervisor:
             self._thread.join(2 * _GRACE)
         self._staging.close()
 
-    # -- the thread
+    # --- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
