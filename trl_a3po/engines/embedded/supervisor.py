@@ -9,20 +9,20 @@ thread; `self._changed` guards the state and is notified of whatever a caller ma
 """
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from trl_a3po.engines.embedded.asked import Asked
+from trl_a3po.engines.embedded.channel import Channel
 from trl_a3po.engines.embedded.listener import Listener
 from trl_a3po.engines.embedded.process import WorkerProcess
 from trl_a3po.engines.embedded.staging import Staging
-from trl_a3po.engines.protocol import EngineEvent, EngineStats, GroupFailed, GroupRequest
+from trl_a3po.engines.protocol import EngineEvent, EngineStats, GroupRequest
 from trl_a3po.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -51,12 +51,7 @@ class Supervisor:
         self._owner = os.getpid()
 
         self._changed = threading.Condition()
-        self._outstanding: set[int] = set()
-        self._unsent: list[GroupRequest] = []
-        self._events: deque[EngineEvent] = deque()
-        self._scores: dict[int, tuple] = {}  # asked for and not answered, also across workers
-        self._answers: dict[int, tuple[list[float] | str, int]] = {}
-        self._score_keys = itertools.count()
+        self._asked = Asked()
         self._stats = EngineStats()
         self._before = EngineStats()  # what earlier workers had counted
         self._worker: WorkerProcess | None = None
@@ -88,26 +83,16 @@ class Supervisor:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         with self._changed:
             self._raise_if_over()
-            self._outstanding.update(request.request_id for request in requests)
-            if self._listening:
-                self._worker.channel.send(("submit", list(requests)))
-            else:
-                self._unsent.extend(requests)
+            self._asked.submit(requests, self._channel)
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         with self._changed:
-            cancelled = set(request_ids)
-            self._outstanding -= cancelled
-            self._unsent = [request for request in self._unsent if request.request_id not in cancelled]
-            self._events = deque(event for event in self._events if event.request_id not in cancelled)
-            if self._listening:
-                self._worker.channel.send(("cancel", list(cancelled)))
+            self._asked.cancel(request_ids, self._channel)
 
     def wait(self, timeout: float) -> list[EngineEvent]:
         with self._changed:
-            self._changed.wait_for(lambda: self._events or self._error or self._closing, timeout)
-            events = list(self._events)
-            self._events.clear()
+            self._changed.wait_for(lambda: self._asked.has_events or self._error or self._closing, timeout)
+            events = self._asked.take_events()
             if not events:
                 self._raise_if_over()
             return events
@@ -118,22 +103,19 @@ class Supervisor:
         """See `Engine.score`. Asked again of the next worker when one dies over it."""
         with self._changed:
             self._raise_if_over()
-            key = next(self._score_keys)
-            self._scores[key] = ("score", key, tuple(prompt_ids), tuple(completion_ids))
-            if self._listening:
-                self._worker.channel.send(self._scores[key])
-            self._changed.wait_for(lambda: key in self._answers or self._error or self._closing, timeout)
-            del self._scores[key]
-            if key not in self._answers:
+            key = self._asked.ask_score(prompt_ids, completion_ids, self._channel)
+            self._changed.wait_for(lambda: self._asked.is_answered(key) or self._error or self._closing, timeout)
+            answer = self._asked.forget(key)
+            if answer is None:
                 self._raise_if_over()
                 raise EngineError(
                     f"The worker has not scored {len(completion_ids)} known tokens within {timeout:g} seconds. "
                     f"{self._situation()}"
                 )
-            answer, version = self._answers.pop(key)
-        if isinstance(answer, str):
-            raise ValueError(answer)
-        return answer, version
+        logps, version = answer
+        if isinstance(logps, str):
+            raise ValueError(logps)
+        return logps, version
 
     @contextlib.contextmanager
     def writing(self, version: int, names: tuple[str, ...] | None, timeout: float) -> Iterator[None]:
@@ -172,7 +154,7 @@ class Supervisor:
                 now,
                 tokens=now.tokens + before.tokens,
                 busy_seconds=now.busy_seconds + before.busy_seconds,
-                waiting_requests=now.waiting_requests + len(self._unsent),
+                waiting_requests=now.waiting_requests + self._asked.unsent,
                 extra={"worker_silence_seconds": time.monotonic() - self._heard},
             )
 
@@ -250,13 +232,9 @@ class Supervisor:
                 self._loading = False
                 self._ready_once = True
             case ("events", events):
-                for event in events:
-                    if event.request_id in self._outstanding:  # else cancelled meanwhile
-                        self._outstanding.remove(event.request_id)
-                        self._events.append(event)
+                self._asked.ended(events)
             case ("scored", key, answer, version):
-                if key in self._scores:  # else nobody waits for it any more
-                    self._answers[key] = (answer, version)
+                self._asked.answer(key, (answer, version))
             case ("progress", tokens, busy_seconds, active_rollouts, waiting_requests):
                 self._stats.tokens = tokens
                 self._stats.busy_seconds = busy_seconds
@@ -271,18 +249,14 @@ class Supervisor:
         """Give a new worker its weights, and the requests that came while there was none."""
         self._load(None)
         self._listening = True
-        if self._unsent:
-            self._worker.channel.send(("submit", self._unsent))
-            self._unsent = []
-        for message in self._scores.values():
-            self._worker.channel.send(message)
+        self._asked.send_rest(self._worker.channel)
 
     def _end_worker(self) -> None:
         """Bury the worker; account for what died with it; decide whether there will be another."""
         with self._changed:
             closing = self._closing or self._error is not None
             worker, self._worker = self._worker, None
-            sent = self._outstanding - {request.request_id for request in self._unsent}
+            sent = self._asked.sent
             self._built = self._listening = self._loading = False  # from here on requests are kept for the next one
         if closing:
             worker.kill()
@@ -292,13 +266,13 @@ class Supervisor:
             self._before.busy_seconds += self._stats.busy_seconds
             self._stats = EngineStats(restarts=self._stats.restarts)
             if not closing:
-                self._mourn(worker, end, sent & self._outstanding)
+                self._mourn(worker, end, sent & self._asked.sent)
             self._changed.notify_all()
 
     def _mourn(self, worker: WorkerProcess, end: str, lost: set[int]) -> None:
         words = worker.last_words
         last_line = words.splitlines()[-1] if words else "it printed nothing"
-        self._fail(lost, f"The engine's worker ended ({end}): {last_line}")
+        self._asked.fail(lost, f"The engine's worker ended ({end}): {last_line}")
         told = f"It printed:\n{words or '(nothing)'}"
         if not self._ready_once:
             self._end_with(f"The engine's worker ended ({end}) before it was ready. {told}")
@@ -319,17 +293,17 @@ class Supervisor:
                 last_line,
             )
 
-    def _fail(self, request_ids: set[int], reason: str) -> None:
-        self._events.extend(GroupFailed(request_id, reason) for request_id in sorted(request_ids))
-        self._outstanding -= request_ids
-
     def _end_with(self, error: str) -> None:
         """The engine is beyond recovery; whatever is outstanding fails."""
         if self._error is None:
             self._error = error
-        self._fail(set(self._outstanding), error.splitlines()[0])
-        self._unsent = []
+        self._asked.fail_all(error.splitlines()[0])
         self._changed.notify_all()
+
+    @property
+    def _channel(self) -> Channel | None:
+        """Where requests can be sent now."""
+        return self._worker.channel if self._listening else None
 
     def _raise_if_over(self) -> None:
         if self._error is not None:
@@ -341,5 +315,5 @@ class Supervisor:
         return (
             f"It was last heard {time.monotonic() - self._heard:.1f} seconds ago, with "
             f"{self._stats.active_rollouts} rollouts being decoded, {self._stats.waiting_requests} requests waiting "
-            f"and {len(self._outstanding)} outstanding; it has been started again {self._stats.restarts} times."
+            f"and {self._asked.outstanding} outstanding; it has been started again {self._stats.restarts} times."
         )
