@@ -18,7 +18,12 @@ from typing import Any
 
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.rollout.records import Group, Score
+from trl_a3po.rollout.reward_values import reward_values
 from trl_a3po.rollout.stacks import thread_stacks
+
+CLOSE_SECONDS = 1.0  # for a group that is being scored
+WAITING_SECONDS = 10.0
+RESERVED = ("prompt", "completion", "completion_ids")
 
 
 class RewardScorer:
@@ -94,7 +99,7 @@ class RewardScorer:
             "log_metric": lambda name, value: score.metrics.append((name, float(value))),
         }
         for column, returned in self._call(kwargs):
-            values = self._checked(column, returned, size)
+            values = reward_values(self._names[column], returned, size)
             for row, value in zip(score.rewards, values, strict=True):
                 row[column] = value
             if self._on_column is not None:
@@ -200,58 +205,9 @@ class RewardScorer:
 
     def _guarded(self, column: int, call: Callable[[], Any]) -> Any:
         try:
-            result = call()
+            return call()
         except Exception as error:
             raise RewardError(f"The reward function '{self._names[column]}' raised {error!r}.") from error
-        if result is None:
-            raise RewardError(
-                f"The reward function '{self._names[column]}' returned None instead of a list: return one number, or "
-                "None, per completion."
-            )
-        return result
-
-    def _checked(self, column: int, returned: Any, size: int) -> list[float]:
-        name = self._names[column]
-        try:
-            values = list(returned)
-        except TypeError:
-            raise RewardError(
-                f"The reward function '{name}' returned a {type(returned).__name__}: return a list with one number "
-                "per completion."
-            ) from None
-        if len(values) != size:
-            raise RewardError(
-                f"The reward function '{name}' returned {len(values)} rewards for a group of {size} completions: "
-                "return exactly one per completion."
-            )
-        return [self._number(name, i, value) for i, value in enumerate(values)]
-
-    @staticmethod
-    def _number(name: str, i: int, value: Any) -> float:
-        if value is None:
-            return math.nan
-        if isinstance(value, str):
-            raise RewardError(
-                f"The reward function '{name}' returned the text {value!r} for completion {i}: return a number."
-            )
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise RewardError(
-                f"The reward function '{name}' returned a {type(value).__name__} for completion {i}: return a number, "
-                "or None where the function does not apply."
-            ) from None
-        if not math.isfinite(number):
-            raise RewardError(
-                f"The reward function '{name}' returned {number} for completion {i}: return a finite number, or None "
-                "where the function does not apply."
-            )
-        return number
-
-
-CLOSE_SECONDS = 1.0  # for a group that is being scored
-WAITING_SECONDS = 10.0
-RESERVED = ("prompt", "completion", "completion_ids")
 
 
 def is_async(func: Callable[..., Any]) -> bool:
