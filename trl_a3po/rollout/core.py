@@ -21,7 +21,7 @@ from trl_a3po.rollout.endings import GenerationFailed
 from trl_a3po.rollout.outcomes import Attempt, Kind, Ledger, Outcomes, Rejection, outcome_name
 from trl_a3po.rollout.outstanding import Outstanding, Stage
 from trl_a3po.rollout.prompts import PromptStream
-from trl_a3po.rollout.queue_state import OutstandingState, QueueState
+from trl_a3po.rollout.queue_state import QueueState
 from trl_a3po.rollout.records import Group, Prompt, Score
 from trl_a3po.rollout.take_order import Choice, choose_batch
 
@@ -308,35 +308,20 @@ class QueueCore:
         self._last_taken_version = state.last_taken_version
         self._rejected_in_a_row = state.rejected_in_a_row
         for position, saved in enumerate(state.outstanding):
-            self._check_restored(position, saved, prompts[saved.prompt_index], version)
-            self.order.append(self._restored(saved, prompts[saved.prompt_index]))
+            item = Outstanding.restored(saved, prompts[saved.prompt_index], self.clock())
+            self._check_age(position, version if item.group is None else item.submitted_version)
+            if item.group is not None:
+                self._number(item)
+            self.order.append(item)
         open_prompts = [item.prompt.index for item in self.order]
         self._ledger = Ledger.restored(state.outcomes, open_prompts, self._by_request)
 
-    def _restored(self, saved: OutstandingState, prompt: Prompt) -> Outstanding:
-        now = self.clock()
-        item = Outstanding(prompt, since=now, stage_since=now, failures=list(saved.failures))
-        if saved.rollouts is None:
-            item.attempt = saved.attempt - 1
-            return item
-        item.request_id, self._requests = self._requests, self._requests + 1
-        self._by_request[item.request_id] = item
-        item.attempt, item.submitted_version = saved.attempt, saved.submitted_version
-        item.hold(Group(prompt, saved.rollouts, saved.score, saved.submitted_version, saved.attempt))
-        item.stage = "waiting for its reward" if saved.score is None else "ready"
-        return item
-
-    def _check_restored(self, position: int, saved: OutstandingState, prompt: Prompt, version: int) -> None:
-        if list(prompt.token_ids) != saved.prompt_ids:
-            raise ValueError(
-                f"Prompt {saved.prompt_index} of the prompt stream is not the one it was when the checkpoint was "
-                "saved: resume with the dataset, the tokenizer and the chat template of that run."
-            )
+    def _check_age(self, position: int, submitted_version: int) -> None:
+        """Refuse a group that would be too old for the take at which it is expected."""
         take = self.plan.expected_take(self.next_take, position)
-        submitted = version if saved.rollouts is None else saved.submitted_version
-        if take < self.plan.total_takes and not self.plan.in_bound(take, submitted):
+        if take < self.plan.total_takes and not self.plan.in_bound(take, submitted_version):
             raise ValueError(
-                f"The checkpoint holds a group of version {submitted} for the take at version "
+                f"The checkpoint holds a group of version {submitted_version} for the take at version "
                 f"{self.plan.version_of_take(take)}, which max_staleness={self.plan.max_staleness} does not allow: "
                 "resume with at least the max_staleness of that run."
             )
@@ -347,13 +332,15 @@ class QueueCore:
         item.stage = stage
         item.stage_since = item.entered[stage] = self.clock()
 
+    def _number(self, item: Outstanding) -> None:
+        item.request_id, self._requests = self._requests, self._requests + 1
+        self._by_request[item.request_id] = item
+
     def _submit(self, item: Outstanding) -> GroupRequest:
-        item.request_id = self._requests
+        self._number(item)
         item.attempt += 1
         item.entered.clear()
         item.submitted_version = self.published_version
-        self._requests += 1
-        self._by_request[item.request_id] = item
         self._ledger.attempt_submitted(item.request_id)
         self._enter(item, "in the engine")
         return GroupRequest(

@@ -5,7 +5,7 @@ error says what the engine did.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from trl_a3po.engines.protocol import GroupFinished
 from trl_a3po.errors import EngineError
@@ -39,6 +39,27 @@ class Outstanding:
     newest: int | None = None
     failures: list[str] = field(default_factory=list)
     entered: dict[Stage, float] = field(default_factory=dict)
+
+    @classmethod
+    def restored(cls, saved: OutstandingState, prompt: Prompt, now: float) -> Self:
+        """What `saved` stands for, with the prompt as the stream has it now; the request is still to be numbered.
+
+        Raises:
+            ValueError: the prompt is not the one it was.
+        """
+        if list(prompt.token_ids) != saved.prompt_ids:
+            raise ValueError(
+                f"Prompt {saved.prompt_index} of the prompt stream is not the one it was when the checkpoint was "
+                "saved: resume with the dataset, the tokenizer and the chat template of that run."
+            )
+        item = cls(prompt, since=now, stage_since=now, failures=list(saved.failures))
+        if saved.rollouts is None:
+            item.attempt = saved.attempt - 1
+            return item
+        item.attempt, item.submitted_version = saved.attempt, saved.submitted_version
+        item.hold(Group(prompt, saved.rollouts, saved.score, saved.submitted_version, saved.attempt))
+        item.stage = "waiting for its reward" if saved.score is None else "ready"
+        return item
 
     def hold(self, group: Group) -> None:
         """It has this group from now on.
