@@ -49,7 +49,6 @@ from trl_a3po.objectives.choose import chosen_anchor
 from trl_a3po.period import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
 from trl_a3po.publish.collect import base_model
 from trl_a3po.publish.quantised import keep_trainable
-from trl_a3po.publish.trained import trained_policy, zero_stage
 from trl_a3po.report.completions_table import RowWeights, completion_columns
 from trl_a3po.report.loss_metrics import LossMetrics
 from trl_a3po.report.model_card import complete_model_card
@@ -61,6 +60,7 @@ from trl_a3po.rollout.records import Group
 from trl_a3po.rollout.rows import Row, behavior_versions, replay_logs, replayed_rewards, rollouts_of
 from trl_a3po.session import Session
 from trl_a3po.session.engine import engine_dtype, engine_slots, sampling_settings
+from trl_a3po.session.policy import trained_policy, zero_stage
 from trl_a3po.session.resuming import RunState, begin_run, choose_checkpoint, load_run
 from trl_a3po.session.rewards import reward_functions
 from trl_a3po.session.saving import named_on_error, rotation_held, save_run, written_whole

@@ -16,7 +16,7 @@ from trl_a3po.engines.protocol import SamplingSettings
 from trl_a3po.engines.vllm.completions import logprobs_modes
 from trl_a3po.publish.perturb import evaluating
 from trl_a3po.publish.quantised import is_quantised
-from trl_a3po.publish.trained import sent_spec
+from trl_a3po.publish.sent import sent_spec
 
 
 def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling: SamplingSettings) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trl_a3po.config import A3POConfig
 from trl_a3po.publish.delivery import NUM_TEXTS, DeliveryCheck, KnownTokens, Policy
-from trl_a3po.publish.trained import sent_spec
+from trl_a3po.publish.sent import sent_spec
 from trl_a3po.report.progress import told
 from trl_a3po.report.run_timeline import begin_timeline
 from trl_a3po.rollout.prompts import PromptStream
