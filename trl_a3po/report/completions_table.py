@@ -13,7 +13,7 @@ from trl_a3po.rollout.rows import Row, rollouts_of
 
 
 def completion_columns(rows: Sequence[Row], version: int) -> dict[str, list]:
-    """One value per rollout; `w`, the mean weight, is filled in by `RowWeights`, and there is none in an evaluation."""
+    """One value per rollout; `w` is filled in by `RowWeights`, and there is none in an evaluation."""
     rollouts = rollouts_of(rows)
     return {
         "versions": [f"{min(r.versions)}-{max(r.versions)}" for r in rollouts],

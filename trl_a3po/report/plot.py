@@ -9,10 +9,10 @@ from textwrap import fill
 from matplotlib.figure import Figure
 
 from trl_a3po.report.look import GREY, INK, tidy_axes
-from trl_a3po.report.numbers import History, entries_with, step_limits, waiting_share
+from trl_a3po.report.numbers import History, entries_with, step_limits, time_split, waiting_share
 from trl_a3po.report.panels import PANELS
 
-__all__ = ["plot_run", "run_figure", "waiting_share"]
+__all__ = ["plot_run", "run_figure", "time_split", "waiting_share"]
 
 
 def plot_run(log_history: History, path: str | Path, title: str | None = None) -> None:
