@@ -126,3 +126,14 @@ def test_the_pages_of_the_api_are_those_of_the_docstrings():
         assert any(f"`{name}`" in text for text in committed.values()), name
     settings = set(A3POConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
     assert settings <= set(re.findall(r"^\| `(\w+)` ", committed["config.md"], re.M))
+
+
+@pages
+def test_options_of_the_commands_are_those_of_their_scripts(page):
+    """Of every `python recipes/….py`, in a block or in a sentence."""
+    for script, words in re.findall(
+        r"(?:python|nproc_per_node \d) (recipes/[\w/]+\.py)((?: [^\s`#|]+)*)", text_of(page)
+    ):
+        source = text_of(ROOT / script)
+        for option in re.findall(r" --(\w+)", words):
+            assert f'"--{option}"' in source or re.search(rf"^    {option}: ", source, re.M), f"{script} --{option}"
