@@ -76,16 +76,37 @@ def test_every_complaint_names_a_test_that_exists():
             assert test in named_tests(ROOT / "tests" / file), f"{file}::{test}"
 
 
+def setting_names(cell: str) -> list[str]:
+    """The settings that a cell names; one that begins with `_` ends like the one before."""
+    names: list[str] = []
+    for name in re.findall(r"`([^`]+)`", cell):
+        names.append(names[-1].rsplit("_", 1)[0] + name if name.startswith("_") else name)
+    return names
+
+
 @pytest.mark.parametrize("page", SETTINGS, ids=lambda page: page.name)
-def test_settings_of_the_tables_are_fields(page):
-    fields = set(A3POConfig.__dataclass_fields__)
-    settings = [name for cells in rows(page, "setting") for name in re.findall(r"`([^`]+)`", cells[0])]
-    assert settings
-    previous = ""
-    for name in settings:
-        full = previous.rsplit("_", 1)[0] + name if name.startswith("_") else name
-        assert full in fields, name
-        previous = full
+def test_settings_of_the_tables_are_fields_with_their_defaults(page):
+    words = {"off": False, "none": None, "automatic": None}
+    table = rows(page, "setting")
+    assert table
+    for names, default, *_ in table:
+        settings, defaults = setting_names(names), default.replace("`", "").split(", ")
+        assert settings and set(settings) <= A3POConfig.__dataclass_fields__.keys(), names
+        for name, told in zip(settings, defaults, strict=False):
+            if re.fullmatch(r'\d+(\.\d+)?|"\w+"|\w+', told):
+                value = A3POConfig.__dataclass_fields__[name].default
+                assert (words[told] if told in words else told.strip('"').removesuffix(".0")) in (
+                    value,
+                    str(value).removesuffix(".0"),
+                ), name
+
+
+def test_the_code_of_the_page_on_metrics_reads_a_run(model_path, tmp_path):
+    build(model_path, tmp_path, max_staleness=2).train()
+    (code,) = re.findall(r"```python\n(.*?)```", text_of(ROOT / "docs" / "metrics.md"), re.S)
+    names: dict[str, object] = {}
+    exec(code.replace("outputs/lora_24gb", str(tmp_path / "A3POTrainer")), names)
+    assert len(names["history"]) == 5 and len(names["groups"]) == 8 and "w/mean" in names["table"].columns
 
 
 def documented_metrics() -> list[str]:
