@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 
 from tests.killed_run import BOUND, GENERATIONS, ROWS
+from trl_a3po.report.timeline import read_timeline
 from trl_a3po.rollout import checkpoint
 
 START_SECONDS, STEP_SECONDS = 240, 60
@@ -78,6 +79,10 @@ def check_killed_run(folder, *, kills, steps, seed):
     outcomes = checkpoint.read_json(folder / f"checkpoint-{steps}" / checkpoint.STATE)["queue"]["outcomes"]
     assert outcomes["prompts"] == outcomes["prompt_outcomes"]["trained"] == total
     assert outcomes["attempts"] == sum(outcomes["attempt_outcomes"].values())
+    told = read_timeline(folder)
+    trained = [line["prompt"] for line in told if line["kind"] == "group" and line["outcome"] == "trained"]
+    assert sorted(trained) == list(range(total))
+    assert [line["version"] for line in told if line["kind"] == "step"] == list(range(1, steps + 1))
 
 
 @pytest.mark.timeout(900)
