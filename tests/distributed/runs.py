@@ -126,22 +126,45 @@ def build(folder: Path, mode: str, processes: int, *, lora: bool = False, **sett
     )
 
 
+def gathers_after_preparing(trainer: A3POTrainer) -> list[None]:
+    """An entry for each collective that gathers weights in the forward and backward of the latest micro-step."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    gathers: list[None] = []
+    gather, prepare = partition_parameters._dist_allgather_fn, trainer._prepare_inputs
+
+    def noted(*args, **kwargs):
+        gathers.append(None)
+        return gather(*args, **kwargs)
+
+    def prepared(batch):
+        inputs = prepare(batch)
+        gathers.clear()
+        return inputs
+
+    partition_parameters._dist_allgather_fn, trainer._prepare_inputs = noted, prepared
+    return gathers
+
+
 def run(name: str, folder: Path, mode: str, processes: int) -> None:
     trainer = build(folder, mode, processes, **(RUNS | PERIODIC_RUNS)[name])
     engine = trainer.args.engine
+    gathers = []
     if mode == "zero3":
+        gathers = gathers_after_preparing(trainer)
         engine.model = trainer.accelerator.unwrap_model(trainer.model)
         partitioned.BUCKET_BYTES = BUCKET_BYTES
     forwards = []
     trainer.accelerator.unwrap_model(trainer.model).register_forward_hook(lambda *call: forwards.append(None))
     trainer.train()
-    forwards = gather_object([len(forwards)])
+    forwards, gathers = gather_object([len(forwards)]), len(gathers)
     trainer.save_model(str(folder / mode / name))
     if trainer.is_world_process_zero():
         log = {
             "history": trainer.state.log_history,
             "published": engine.published,
             "forwards": forwards,
+            "gathers": gathers,
             "most_whole_bytes": engine.most_whole_bytes,
         }
         (folder / mode / name / "log.json").write_text(json.dumps(log))

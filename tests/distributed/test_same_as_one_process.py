@@ -92,6 +92,15 @@ def test_zero3_never_holds_more_whole_weights_than_a_bucket(spread, name):
     assert 0 < log(spread / name)["most_whole_bytes"] <= runs.BUCKET_BYTES
 
 
+@pytest.mark.parametrize("name", ["full", "lora", "grpo-kl", "compared", "evaluation"])
+def test_zero3_fetches_weights_ahead_whatever_runs_without_gradients_in_between(spread, name):
+    """The self-check, the delivery check, the reference, the anchor at take, an evaluation: after none of them does
+    DeepSpeed fetch each of the 21 weights by itself, forward and backward."""
+    if spread.name != "zero3":
+        pytest.skip("the other ways gather nothing")
+    assert 0 < log(spread / name)["gathers"] <= 4
+
+
 @pytest.mark.parametrize("name", list(runs.RUNS))
 def test_every_process_packs_its_rows_into_as_many_forwards_as_the_others(spread, name):
     """Completions have 1 to 8 tokens, so that the rows of two processes never weigh the same."""

@@ -22,6 +22,7 @@ from trl_a3po.forward.packed import packed_logps
 from trl_a3po.forward.self_check import check_rows, verdicts
 from trl_a3po.forward.support import packing_refusal
 from trl_a3po.forward.varlen import kernel_refusal
+from trl_a3po.forward.zero_traces import ZeroTraces
 from trl_a3po.publish.collect import base_model
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class TrainingForward:
     def __init__(self, args: GRPOConfig, accelerator: Accelerator, models: list[torch.nn.Module]):
         self._args = args
         self._accelerator = accelerator
+        self._traces = ZeroTraces(accelerator)
         self._checked: set[int] = set()  # models, by id
         self._told = False
         self.refusal = self._refusal(models)
@@ -99,12 +101,17 @@ class TrainingForward:
         **multimodal: Any,
     ) -> Outputs:
         """What `padded`, TRL's method, returns for the arguments after it."""
+
+        def traced(model: torch.nn.Module, *arguments: Any, **options: Any) -> Outputs:
+            with self._traces.of(model):
+                return padded(model, *arguments, **options)
+
         self._tokens_padded = self._tokens_run = input_ids.numel()
         needs_more = compute_aux_loss or any(value is not None for value in multimodal.values())
         if self.refusal is None and not needs_more:
-            self._check(padded, model, input_ids, attention_mask, logits_to_keep)
+            self._check(traced, model, input_ids, attention_mask, logits_to_keep)
         if self.refusal is not None or needs_more:
-            return padded(
+            return traced(
                 model,
                 input_ids,
                 attention_mask,
@@ -117,7 +124,7 @@ class TrainingForward:
         self._tokens_run = 0
         step = batch_size or len(input_ids)
         parts = [
-            self._forward(padded, model, input_ids[rows], attention_mask[rows], logits_to_keep, compute_entropy)
+            self._forward(traced, model, input_ids[rows], attention_mask[rows], logits_to_keep, compute_entropy)
             for rows in (slice(start, start + step) for start in range(0, len(input_ids), step))
         ]
         logps = torch.cat([logps for logps, _ in parts])
@@ -141,7 +148,7 @@ class TrainingForward:
 
     def _run(self, model, input_ids: torch.Tensor, packed: PackedBatch, width: int):
         base = base_model(self._accelerator.unwrap_model(model))
-        with self._accelerator.autocast():
+        with self._accelerator.autocast(), self._traces.of(model):
             return packed_logps(model, base, input_ids, packed, width)
 
     def _layout(
