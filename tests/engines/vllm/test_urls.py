@@ -7,8 +7,10 @@ import pytest
 
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until
+from tests.tiny import tiny_config
 from trl_a3po.engines.protocol import GroupFailed
 from trl_a3po.engines.vllm.http import server_url
+from trl_a3po.engines.vllm.startup import served_config
 from trl_a3po.errors import EngineError
 
 PAGE = "<!DOCTYPE html>\n<html><body><h1>It works!</h1></body></html>"
@@ -75,9 +77,22 @@ def test_a_page_in_place_of_a_completion_is_not_shown(tmp_path):
         engine.close()
 
 
-def test_a_server_of_another_model_is_named(tmp_path):
-    with pytest.raises(EngineError, match=r"It serves 'stub/base', the run trains .*if these are two models"):
+def test_a_server_that_refuses_the_weights_is_named_with_its_model(tmp_path):
+    with pytest.raises(EngineError, match="If 'stub/base', which it serves, is another model than the trained one"):
         started([StubServer(refuses_weights=True)], tmp_path)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_server_of_a_model_of_another_shape_is_refused(tmp_path, lora):
+    folder = tmp_path / "another"
+    tiny_config(hidden_size=64).save_pretrained(folder)
+    with pytest.raises(EngineError, match=rf"it serves '{folder}', whose hidden_size is 64, but .* is 32"):
+        started([StubServer(lora=lora, model=str(folder))], tmp_path)
+
+
+@pytest.mark.parametrize("serves", ["", "no/such-model", "/a/folder/elsewhere", "two/slashes/more"])
+def test_of_a_model_that_is_not_on_this_machine_nothing_is_known(serves):
+    assert served_config(serves) == {}
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])

@@ -265,9 +265,9 @@ class VLLMEngine:
         self._version = update.version
         if down := [member for member in self._pool.members if member.state != "live"]:
             raise EngineError(
-                f"The vLLM server at {down[0].server.url} did not take the first weights: {down[0].last_fault} It "
-                f"serves {down[0].facts.serves!r}, the run trains {self._needs.model!r}: if these are two models, "
-                f"start it with the run's. {self._publishing.hint}"
+                f"The vLLM server at {down[0].server.url} did not take the first weights: {down[0].last_fault} If "
+                f"{down[0].facts.serves!r}, which it serves, is another model than the trained one, start it with "
+                f"that. {self._publishing.hint}"
             )
         self._watch = Watch(
             self._pool,

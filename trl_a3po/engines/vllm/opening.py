@@ -24,6 +24,7 @@ from trl_a3po.publish.policy import GatheredTensors, PolicySpec, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
+SHAPE = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
 LOADING = (502, 503, 504)  # what a proxy answers while there is no server behind it
 
 
@@ -88,9 +89,9 @@ def needs_of(
     deterministic: bool,
 ) -> Needs:
     """What the run needs of a server. See `VLLMEngine` for the arguments; `transfer` is of whole weights alone."""
-    longest = (max_prompt_tokens or 1) + sampling.max_new_tokens
+    config, longest = spec.config.get_text_config(), (max_prompt_tokens or 1) + sampling.max_new_tokens
     if context is None:
-        model_has = getattr(spec.config.get_text_config(), "max_position_embeddings", None)
+        model_has = getattr(config, "max_position_embeddings", None)
         context = model_has if max_prompt_tokens is None else longest
     return Needs(
         model=spec.config._name_or_path or "MODEL",
@@ -102,6 +103,7 @@ def needs_of(
         max_loras=kept_versions if spec.peft_config is not None else 0,
         transfer=transfer if spec.peft_config is None else None,
         batch_invariant=deterministic,
+        shape={name: getattr(config, name) for name in SHAPE if getattr(config, name, None) is not None},
     )
 
 

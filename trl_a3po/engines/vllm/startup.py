@@ -5,8 +5,13 @@ Guarantees: pure functions; everything that is missing is named at once, with th
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from packaging.version import InvalidVersion, Version
 
 from trl_a3po.engines.vllm.server import Facts
@@ -29,6 +34,7 @@ class Needs:
         transfer: the backend that whole weights come by, or `None` for a checkpoint on disk.
         batch_invariant: a sequence's bits must not depend on what else is decoded.
         options: further options of the command.
+        shape: numbers of the model's configuration, by name, by which it is told from others.
     """
 
     model: str
@@ -41,6 +47,7 @@ class Needs:
     transfer: str | None = None
     batch_invariant: bool = False
     options: dict[str, str] = field(default_factory=dict)
+    shape: Mapping[str, Any] = field(default_factory=dict)
 
     def started_here(self, folder: str, options: dict[str, str]) -> "Needs":
         """Those of a server that serves the model in `folder` and sees no tokenizer."""
@@ -56,7 +63,8 @@ class Needs:
 
 def check_server(url: str, facts: Facts, needs: Needs) -> None:
     """Raise `EngineError` for a server that cannot serve the run, naming all that is missing."""
-    missing = [*_version(facts), *(_settings(facts, needs) if facts.dev_mode else _no_dev_mode())]
+    missing = [*_version(facts), *_model(facts, needs)]
+    missing += _settings(facts, needs) if facts.dev_mode else _no_dev_mode()
     if facts.max_model_len < needs.longest:
         missing.append(
             f"its context is {facts.max_model_len} tokens, but a prompt and its completion take up to {needs.longest}"
@@ -104,6 +112,30 @@ def _version(facts: Facts) -> list[str]:
     if Version(OLDEST).release <= release <= Version(NEWEST).release or release < (0, 10):
         return []  # builds from source may call themselves 0.1
     return [f"it is vLLM {facts.version}, and {OLDEST} to {NEWEST} are supported"]
+
+
+def _model(facts: Facts, needs: Needs) -> list[str]:
+    served = served_config(facts.serves)
+    for name, ours in needs.shape.items():
+        if served.get(name, ours) != ours:
+            return [
+                f"it serves {facts.serves!r}, whose {name} is {served[name]}, but that of the trained model is {ours}"
+            ]
+    return []
+
+
+def served_config(serves: str) -> Mapping[str, Any]:
+    """The configuration of a server's model, where this machine has it too; empty otherwise."""
+    file = Path(serves) / "config.json"
+    if not file.is_file():
+        try:
+            cached = try_to_load_from_cache(serves, "config.json")
+        except HFValidationError:  # a folder of another machine
+            return {}
+        if not isinstance(cached, str):
+            return {}
+        file = Path(cached)
+    return json.loads(file.read_text())
 
 
 def _no_dev_mode() -> list[str]:
