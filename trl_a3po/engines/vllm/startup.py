@@ -118,9 +118,7 @@ def _model(facts: Facts, needs: Needs) -> list[str]:
     served = served_config(facts.serves)
     for name, ours in needs.shape.items():
         if served.get(name, ours) != ours:
-            return [
-                f"it serves {facts.serves!r}, whose {name} is {served[name]}, but that of the trained model is {ours}"
-            ]
+            return [f"it serves {facts.serves!r}, whose {name} is {served[name]}, but the trained model's is {ours}"]
     return []
 
 
