@@ -17,6 +17,7 @@ from trl_a3po.engines.embedded.engine import TransformersEngine
 from trl_a3po.engines.protocol import Engine, SamplingSettings
 from trl_a3po.engines.several import SeveralEngines
 from trl_a3po.engines.vllm.engine import VLLMEngine
+from trl_a3po.engines.vllm.links import same_gpu
 
 MOST_SLOTS = 64
 GENERATION_KWARGS = {"min_new_tokens", "suppress_tokens", "eos_token_id"}
@@ -110,7 +111,7 @@ def _vllm_engine(args: A3POConfig, device: torch.device) -> VLLMEngine:
         context=args.vllm_max_model_length,
         python=args.vllm_python or here,
         device=on,
-        gpu_memory=args.vllm_gpu_memory_utilization if on == device else 0.9,
+        gpu_memory=args.vllm_gpu_memory_utilization if same_gpu(on, device) else 0.9,
         slots=args.engine_slots,
         threads=args.engine_threads,
         max_restarts=args.engine_restarts,

@@ -5,7 +5,7 @@ import torch
 
 from trl_a3po.engines.vllm import links
 from trl_a3po.engines.vllm.ipc import IpcTransfer
-from trl_a3po.engines.vllm.links import link_to, link_to_start_for
+from trl_a3po.engines.vllm.links import link_to, link_to_start_for, same_gpu
 from trl_a3po.engines.vllm.nccl import NcclTransfer
 from trl_a3po.engines.vllm.server import Facts
 
@@ -45,6 +45,7 @@ def test_a_server_is_started_for(vllm_here, setting, trainer, server, backend):
 def test_a_gpu_without_a_number_is_the_current_one(vllm_here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert link_to_start_for("auto", FIRST, torch.device("cuda")) == "ipc"
+    assert same_gpu(torch.device("cuda"), FIRST) and not same_gpu(torch.device("cuda"), SECOND)
 
 
 def test_without_vllm_here_a_server_on_another_gpu_is_started_for_the_disk(monkeypatch):

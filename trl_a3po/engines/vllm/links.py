@@ -33,9 +33,14 @@ def link_to_start_for(
         return None if setting == "disk" else setting
     if server is None or trainer.type != "cuda" or server.type != "cuda":
         return None
-    if _index(trainer) == _index(server):
+    if same_gpu(trainer, server):
         return "ipc"
     return "nccl" if _has_vllm() else None
+
+
+def same_gpu(one: torch.device, other: torch.device) -> bool:
+    """Whether both are one GPU; one without a number is the current one."""
+    return one.type == other.type == "cuda" and _index(one) == _index(other)
 
 
 def link_to(
