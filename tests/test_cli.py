@@ -200,6 +200,13 @@ def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path, runs, na
     assert run_names([tmp_path / name for name in runs]) == [name.format(root=tmp_path.name) for name in names]
 
 
+def test_ratios_very_near_1_are_written_out():
+    near = {f"a3po/{name}/{end}": value for name in "wr" for end, value in (("min", 1 - 1e-5), ("max", 1 + 1e-5))}
+    figure = runs_figure([("a", [{**entry, **near} for entry in run_history(5)[:-1]])])
+    figure.draw_without_rendering()
+    assert {axes.yaxis.get_offset_text().get_text() for axes in figure.axes} == {""}
+
+
 def test_a_run_without_a_panels_numbers_is_named_there():
     figure = runs_figure([("full", run_history(5)), ("grpo", [{"step": 1, "reward": 0.5}])])
     words = [text.get_text() for axes in figure.axes for text in axes.texts]

@@ -153,6 +153,7 @@ def _draw_r(axes: Axes, runs: list) -> None:
 def _ratio(axes: Axes, runs: list, name: str) -> None:
     """The largest and, thinner, the smallest of each step; on a logarithmic scale where they lie far apart."""
     axes.axhline(1.0, color=GREY, linewidth=0.8)
+    axes.ticklabel_format(axis="y", useOffset=False)
     _lines(axes, runs, f"a3po/{name}/min", width=0.8)
     _lines(axes, runs, f"a3po/{name}/max", width=1.6)
     lowest, highest = axes.get_ylim()
