@@ -203,3 +203,9 @@ def test_a_parser_understands_every_field():
     assert (args.max_staleness, args.engine, args.behavior_weight_cap) == (2, "vllm", 3.0)
     assert args.vllm_server_urls == ["http://a", "http://b"]
     assert torch.accelerator.is_available() or args.bf16 is False
+
+
+def test_only_the_main_process_looks_for_the_engines_device(monkeypatch):
+    """Another machine need not have it."""
+    monkeypatch.setattr(A3POConfig, "process_index", property(lambda self: 8))
+    A3POConfig(output_dir="unused", use_cpu=True, engine_device="cuda:99")

@@ -55,6 +55,24 @@ def test_m2po_drops_the_tokens_that_moved_most(make_batch, ppo, row_means, seed,
     torch.testing.assert_close(actual, gradient(expected, policy), **EXACT)
 
 
+@pytest.mark.parametrize(
+    ("anchor_of", "options", "gradients"),
+    [
+        (aipo_anchor, {"cap": 1.5}, [-1.5 / 3, -0.6 / 3, -1 / 3]),  # the first ratio is cut
+        (m2po_anchor, {"threshold": 0.2}, [0, -0.6 / 3, -1 / 3]),  # squares 0.48, 0.26, 0: means 0.25, then 0.13
+        (masked_is_anchor, {"lower": 0.7, "upper": 3.0}, [-2 / 3, 0, -1 / 3]),  # the second is too small
+    ],
+)
+def test_rivals_worked_by_hand(ppo, anchor_of, options, gradients):
+    """Ratios of 2, 0.6 and 1 to the behavior policy, an advantage of 1."""
+    policy = torch.tensor([[0.5, 0.3, 0.5]], dtype=torch.float64).log().requires_grad_()
+    behavior = torch.tensor([[0.25, 0.5, 0.5]], dtype=torch.float64).log()
+    ones = torch.ones(1, 3)
+    anchor, weight, _ = anchor_of(policy, behavior, ones.int(), ones[:, 0], ones, **options)
+    found = gradient(ppo(policy, anchor, weight, ones), policy)
+    torch.testing.assert_close(found, torch.tensor([gradients], dtype=torch.float64), rtol=0, atol=1e-12)
+
+
 def test_m2po_keeps_every_token_of_an_unchanged_policy(make_batch):
     batch = make_batch()
     _, weight, stats = m2po_anchor(*batch.but(policy_logps=batch.behavior_logps).args())

@@ -88,3 +88,24 @@ def test_a_floor_that_is_not_positive_is_refused(min_scale):
 def test_a_negative_scale_outside_zero_to_one_is_refused(negative_scale):
     with pytest.raises(ValueError, match=r"negative_scale=.*set a number from 0 to 1"):
         spo_loss(torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1), negative_scale=negative_scale)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "value", "gradients"), [(0.2, 0.8, [-0.25, 0.05]), (1, 0, [-0.25, 0.25]), (0, 1, [-0.25, 0])]
+)
+def test_spo_worked_by_hand(alpha, value, gradients):
+    """Scales of 2 and 2, advantages of 1 and -1: the mean of 2 and of -2 alpha; gradients of -A C / (2 * 2)."""
+    policy = torch.tensor([[-1.0, -3.0], [-2.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    loss, _ = spo_loss(policy, torch.tensor([1.0, -1.0]), torch.ones(2, 2), negative_scale=alpha)
+    assert loss.item() == pytest.approx(value, abs=1e-12)
+    expected = torch.tensor([[g, g] for g in gradients], dtype=torch.float64)
+    torch.testing.assert_close(gradient(loss, policy), expected, rtol=0, atol=1e-12)
+
+
+def test_asympo_worked_by_hand():
+    """Scales of 2 and 1, advantages of 1 and -1: a value of 0, and gradients of -A / (S * 2 * 2)."""
+    policy = torch.tensor([[-1.0, -3.0], [-1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    loss, _ = asympo_loss(policy, torch.tensor([1.0, -1.0]), torch.ones(2, 2))
+    assert loss.item() == 0
+    expected = torch.tensor([[-0.125, -0.125], [0.25, 0.25]], dtype=torch.float64)
+    torch.testing.assert_close(gradient(loss, policy), expected, rtol=0, atol=1e-12)
