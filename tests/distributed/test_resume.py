@@ -55,6 +55,7 @@ def test_between_batches_another_number_of_processes_goes_on(tmp_path):
             torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-5, msg=f"{name}: {key}")
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_is_refused_under_deepspeed(tmp_path):
     pytest.importorskip("deepspeed")
     save_tiny_model(tmp_path / "model")

@@ -27,9 +27,8 @@ class PartitionedPolicy:
         team: the processes.
         model: the trained module, unwrapped.
         parts: what an update consists of.
-        forward: `(input_ids, length)` -> the log-probs of the last `length` tokens, by training's own forward: another
-            one calls the modules in another order, and DeepSpeed, which fetches weights ahead in the order it has
-            seen, then releases some that training's backward needs.
+        forward: `(input_ids, length)` -> the log-probs of the last `length` tokens, by training's own forward, which
+            keeps DeepSpeed's memory of its order apart (`forward/zero_traces.py`).
     """
 
     def __init__(
