@@ -157,6 +157,9 @@ def test_options_of_the_commands_are_those_of_their_scripts(page):
     for script, words in re.findall(
         r"(?:python|nproc_per_node \d) (recipes/[\w/]+\.py)((?: [^\s`#|]+)*)", text_of(page)
     ):
+        folder = (ROOT / script).parent
         source = text_of(ROOT / script)
+        # Benchmarks share their loop over arms, and its options.
+        source += text_of(folder / "arms.py") if "from arms import" in source else ""
         for option in re.findall(r" --(\w+)", words):
             assert f'"--{option}"' in source or re.search(rf"^    {option}: ", source, re.M), f"{script} --{option}"

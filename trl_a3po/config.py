@@ -121,7 +121,7 @@ class A3POConfig(GRPOConfig):
         vllm_weight_transfer (`str`, *optional*, defaults to `"auto"`):
             How whole weights reach the servers: `"disk"`, `"nccl"` (from the trainer's GPU to others), `"ipc"` (CUDA
             IPC, on the trainer's GPU itself), or `"auto"`, which is the one of these two that the servers were started
-            for where that is possible, and what fits the devices of a server started here. An adapter goes by disk.
+            for where that is possible, and NCCL for a server started here on another GPU. An adapter goes by disk.
         vllm_weights_dir (`str`, *optional*):
             Folder for weights on their way to the servers, which must be able to read it. By default
             `output_dir/vllm`.
@@ -343,7 +343,7 @@ class A3POConfig(GRPOConfig):
         metadata={
             "help": "How whole weights reach the vLLM servers: 'disk', 'nccl' (from the trainer's GPU to others), "
             "'ipc' (CUDA IPC, on the trainer's GPU itself), or 'auto', which is the one of these two that the servers "
-            "were started for where that is possible, and what fits the devices of a server started here. An adapter "
+            "were started for where that is possible, and NCCL for a server started here on another GPU. An adapter "
             "goes by disk.",
             "choices": list(CHOICES["vllm_weight_transfer"]),
         },
