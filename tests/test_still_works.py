@@ -2,6 +2,7 @@
 `GRPOTrainer` on the same completions."""
 
 import _thread
+import asyncio
 import importlib.util
 import json
 import math
@@ -34,6 +35,7 @@ from tests.runs import (
 )
 from tests.tiny import VOCAB, tiny_prompts, tiny_tokenizer
 from trl_a3po import A3POTrainer
+from trl_a3po.rollout.rewards import RewardScorer
 from trl_a3po.testing import StubEngine
 
 pytestmark = pytest.mark.usefixtures("same_rows_in_each_micro_batch")
@@ -584,6 +586,24 @@ def test_ctrl_c_while_waiting_for_the_engine_ends_the_wait(model_path, tmp_path,
     assert engine.closed and background() == []
     engine.stuck = False
     assert trainer.train().global_step == 4
+
+
+def test_ctrl_c_while_a_reward_function_is_at_work_begins_no_other_one(model_path, tmp_path, background, monkeypatch):
+    judged, ended, interrupt = [], threading.Event(), RewardScorer.interrupt
+    monkeypatch.setattr(RewardScorer, "interrupt", lambda scorer: (interrupt(scorer), ended.set()))
+
+    def slow(completion_ids, **kwargs):
+        _thread.interrupt_main()
+        ended.wait(20)
+        return [0.0] * len(completion_ids)
+
+    async def judge(completion_ids, **kwargs):
+        judged.append(1)
+        await asyncio.sleep(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        build(model_path, tmp_path, reward_funcs=[slow, judge]).train()
+    assert judged == [] and background() == []
 
 
 def test_ctrl_c_with_the_engines_process_and_again(model_path, tmp_path, background):

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -169,3 +170,77 @@ def test_an_extra_column_of_the_wrong_length_is_refused():
 
     with pytest.raises(RewardError, match="log_extra\\('length'"):
         scorer(reward)(group())
+
+
+# --- the end of the run -------------------------------------------------------------------------------------------
+
+
+def test_no_function_is_called_after_an_interrupt():
+    called = []
+
+    def ends_the_run(completions, **kwargs):
+        called.append("ends the run")
+        score.interrupt()
+        return [0.0] * len(completions)
+
+    def another(completions, **kwargs):
+        called.append("another")
+        return [0.0] * len(completions)
+
+    async def judge(**kwargs):
+        called.append("judge")
+        await asyncio.sleep(30)
+
+    for after in (another, judge):
+        score = scorer(ends_the_run, after)
+        with pytest.raises(RewardError, match="The run has ended"):
+            score(group())
+        with pytest.raises(RewardError, match="The run has ended"):
+            score(group())
+        score.close()
+    assert called == ["ends the run"] * 2
+
+
+def test_an_interrupt_just_before_the_functions_are_awaited_is_not_missed():
+    async def judge(**kwargs):
+        await asyncio.sleep(30)
+
+    class InterruptedLate(RewardScorer):
+        async def _gather(self, *args):
+            self.interrupt()  # no check is left but the one after `_awaited` is set
+            return await super()._gather(*args)
+
+    score = InterruptedLate([judge], ["judge"], lambda group: [], lambda group: None)
+    with pytest.raises(RewardError, match="The run has ended"):
+        score(group())
+    score.close()
+
+
+def test_an_interrupt_ends_what_is_awaited():
+    begun = threading.Event()
+
+    async def judge(**kwargs):
+        begun.set()
+        await asyncio.sleep(30)
+
+    score = scorer(judge)
+    interrupter = threading.Thread(target=lambda: begun.wait(20) and score.interrupt())
+    interrupter.start()
+    with pytest.raises(RewardError, match="'reward0' was being awaited when the run ended"):
+        score(group())
+    interrupter.join()
+    score.close()
+
+
+def test_an_evaluations_next_group_is_not_begun_after_an_interrupt():
+    groups = []
+
+    def reward(completions, **kwargs):
+        groups.append(1)
+        score.interrupt()
+        return [0.0] * len(completions)
+
+    score = scorer(reward)
+    with pytest.raises(RewardError, match="The run has ended"):
+        score.score_all([group(), group()])
+    assert groups == [1]

@@ -3,7 +3,8 @@
 Guarantees: each function is called once per group, with the keyword arguments GRPOTrainer documents; synchronous and
 `async def` functions keep their state between calls (same process, same event loop); what they return is one finite
 number or `None` per completion, or a `RewardError` names the function and what it did. A function that hangs holds
-the thread that called it, and nobody else for longer than `score_all`'s limit; `interrupt` ends it if it is awaited.
+the thread that called it, and nobody else for longer than `score_all`'s limit; `interrupt` ends it if it is awaited,
+and none is called after it.
 """
 
 import asyncio
@@ -60,6 +61,7 @@ class RewardScorer:
         self._limit = stall_timeout if timeout is None else timeout
         self._runner: asyncio.Runner | None = None
         self._awaited: asyncio.Task | None = None  # the `async def` functions at work
+        self._interrupted = threading.Event()
         self._one_at_a_time = threading.Lock()
         self._began: float | None = None  # with the group being scored
         self._running: list[int] = []  # the columns being computed
@@ -85,6 +87,7 @@ class RewardScorer:
         )
 
     def _score(self, group: Group) -> Score:
+        self._raise_if_interrupted()
         started = time.perf_counter()
         size = len(group.rollouts)
         score = Score(rewards=[[math.nan] * len(self._funcs) for _ in range(size)])
@@ -133,8 +136,9 @@ class RewardScorer:
         return [self._result(future, while_waiting) for future in futures]
 
     def interrupt(self) -> None:
-        """End the `async def` functions that are being awaited, with a `RewardError`; one that is not cannot be ended.
-        From any thread; before `close`."""
+        """Call no function any more, and end the `async def` ones that are being awaited: whoever is scoring gets a
+        `RewardError`. One that is not awaited cannot be ended. From any thread; before `close`."""
+        self._interrupted.set()  # before the look at _awaited: `_gather` sets that first and looks here second
         awaited = self._awaited
         if awaited is not None:
             awaited.get_loop().call_soon_threadsafe(awaited.cancel)
@@ -181,27 +185,33 @@ class RewardScorer:
         pending = {i: func for i, func in enumerate(self._funcs) if func is not None and is_async(func)}
         for i, func in enumerate(self._funcs):
             if func is not None and i not in pending:
+                self._raise_if_interrupted()
                 self._running = [i]
                 yield i, self._guarded(i, lambda func=func: func(**kwargs))
         if pending:
+            self._raise_if_interrupted()
             self._running = list(pending)
-
             if self._runner is None:
                 self._runner = asyncio.Runner()
             try:
-                results = self._runner.run(self._gather([func(**kwargs) for func in pending.values()]))
+                results = self._runner.run(self._gather(list(pending.values()), kwargs))
             except asyncio.CancelledError:
                 names = " and ".join(f"'{self._names[i]}'" for i in pending)
                 raise RewardError(f"The reward function {names} was being awaited when the run ended.") from None
             for i, result in zip(pending, results, strict=True):
                 yield i, self._guarded(i, lambda result=result: _value_or_raise(result))
 
-    async def _gather(self, awaitables: list[Awaitable[Any]]) -> list[Any]:
+    async def _gather(self, funcs: list[Callable[..., Awaitable[Any]]], kwargs: dict[str, Any]) -> list[Any]:
         self._awaited = asyncio.current_task()
         try:
-            return await asyncio.gather(*awaitables, return_exceptions=True)
+            self._raise_if_interrupted()
+            return await asyncio.gather(*(func(**kwargs) for func in funcs), return_exceptions=True)
         finally:
             self._awaited = None
+
+    def _raise_if_interrupted(self) -> None:
+        if self._interrupted.is_set():
+            raise RewardError("The run has ended: no reward function is called any more.")
 
     def _guarded(self, column: int, call: Callable[[], Any]) -> Any:
         try:
