@@ -66,6 +66,31 @@ def test_an_adapter_on_four_bits_trains_asynchronously_and_the_engine_follows(mo
     assert max(logged(trainer, "a3po/staleness/max")) == 2
 
 
+def test_a_resumed_run_trains_the_adapter_in_the_same_dtype(model_path, tmp_path):
+    def trained(resume=None):
+        trainer = build(
+            model_path, tmp_path, schedule="fixed_lag", max_staleness=1, save_strategy="steps", save_steps=2,
+            peft_config=adapter(), quantization_config=BitsAndBytesConfig(**FOUR_BITS),
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters() if "lora_" in name}
+
+    whole = trained()
+    resumed = trained(str(tmp_path / "A3POTrainer" / "checkpoint-2"))
+    assert {weight.dtype for weight in resumed.values()} == {torch.bfloat16}
+    assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
+
+
+def test_a_trained_output_layer_is_checked_in_the_dtype_it_is_trained_in(model_path, tmp_path):
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    trainer = build(
+        model_path, tmp_path, engine="transformers", engine_slots=8, engine_threads=1, delivery_check_steps=1,
+        max_steps=2, peft_config=config, quantization_config=BitsAndBytesConfig(**FOUR_BITS),
+    )  # fmt: skip
+    trainer.train()
+    assert max(logged(trainer, "a3po/delivery/gap")) < 0.05
+
+
 def test_a_server_of_the_trainers_own_gets_the_base_dequantised_under_its_plain_names(model_path):
     config = BitsAndBytesConfig(**FOUR_BITS)
     base = AutoModelForCausalLM.from_pretrained(model_path, quantization_config=config, dtype=torch.float32)

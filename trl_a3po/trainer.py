@@ -48,7 +48,7 @@ from trl_a3po.objectives import token_staleness
 from trl_a3po.objectives.choose import chosen_anchor
 from trl_a3po.period import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
 from trl_a3po.publish.collect import base_model
-from trl_a3po.publish.quantised import keep_trainable
+from trl_a3po.publish.quantised import dtypes_kept, keep_trainable
 from trl_a3po.report.completions_table import RowWeights, completion_columns
 from trl_a3po.report.loss_metrics import LossMetrics
 from trl_a3po.report.model_card import complete_model_card
@@ -224,6 +224,14 @@ class A3POTrainer(GRPOTrainer):
             best = self.state.best_model_checkpoint
             with named_on_error("Deleting older checkpoints", run_dir):
                 rotate_checkpoints(run_dir, self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
+
+    def _load_from_checkpoint(self, *args, **kwargs):
+        with dtypes_kept(self.model):
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self):
+        with dtypes_kept(self.model):
+            super()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
         if _internal_call:  # part of a checkpoint, which names its folder

@@ -116,7 +116,7 @@ def known_logps(
     device = model.get_input_embeddings().weight.device
     tokens = torch.tensor(completions, device=device)
     ids = torch.cat([torch.tensor(prompts, device=device), tokens], dim=1)
-    with evaluating(model):
+    with evaluating(model), _head_in_its_own_dtype(model):
         # Not `model(...)`: hooks belong to training.
         logits = model.forward(input_ids=ids, use_cache=False).logits
     length = tokens.shape[1]
@@ -132,6 +132,21 @@ class _Applied(nn.Module):
 
     def forward(self) -> Any:
         return self.function(self.model)
+
+
+@contextmanager
+def _head_in_its_own_dtype(model: nn.Module) -> Iterator[None]:
+    """Inside, the output layer takes hidden states of any dtype: of a quantised model, TRL trains a copy of it in
+    bfloat16, whatever the rest computes in."""
+    head = model.get_output_embeddings()
+    if head is None:
+        yield
+        return
+    hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(head.weight.dtype), *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _moved(weight: torch.Tensor, strength: float, pattern: torch.Tensor) -> torch.Tensor:

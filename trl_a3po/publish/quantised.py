@@ -4,6 +4,9 @@ Guarantees: what is trained stays quantised; while an engine goes through an upd
 before it exist in this process.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from peft.utils.integrations import dequantize_module_weight, get_bnb_param_type
 from torch import nn
@@ -38,6 +41,16 @@ def dequantised(layer: nn.Linear) -> Part:
     dtype = layer.weight.quant_state.dtype
     shaped = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
     return Part(False, (layer.weight,), lambda: dequantize_module_weight(layer).detach(), shaped)
+
+
+@contextmanager
+def dtypes_kept(model: nn.Module) -> Iterator[None]:
+    """Trained parameters that are loaded inside keep their dtype: PEFT loads an adapter in float32, also that of a
+    quantised model, which TRL trains in bfloat16."""
+    before = {name: weight.dtype for name, weight in model.named_parameters() if weight.requires_grad}
+    yield
+    for name, weight in model.named_parameters():
+        weight.data = weight.data.to(before.get(name, weight.dtype))
 
 
 def drop_quantisation(config: PreTrainedConfig) -> None:
