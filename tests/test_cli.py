@@ -90,7 +90,8 @@ def test_a_run_goes_on_from_its_last_checkpoint(tmp_path):
         ({"reward_funcs": "even_tokens"}, "'file.py:function'"),
         ({"load_in_4bit": "true"}, "without use_peft"),
         ({"model_name_or_path": None}, "model_name_or_path is not set"),
-        ({"not_a_field": "1"}, "not_a_field"),
+        ({"max_stalness": "1"}, "there is no setting 'max_stalness'; is it 'max_staleness'"),
+        ({"schedule": "asinc"}, "schedule='asinc'"),
     ],
 )
 def test_what_cannot_run_is_refused_before_a_model_is_loaded(tmp_path, changes, words):

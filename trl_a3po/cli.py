@@ -20,9 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `trl-a3po` with `arguments`, by default those of the process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["train"]:  # its own parser has every field of the configuration
-        from trl_a3po.train import run
+        from trl_a3po.train import SettingsError, run
 
-        run(arguments[1:])
+        try:
+            run(arguments[1:])
+        except SettingsError as error:
+            sys.exit(f"trl-a3po train: {error}")
         return
     parsed = _parser().parse_args(arguments)
     try:

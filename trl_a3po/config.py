@@ -100,7 +100,8 @@ class A3POConfig(GRPOConfig):
         engine_slots (`int`, *optional*):
             Completions decoded at the same time. By default those of one generation batch, at most 64.
         engine_threads (`int`, *optional*):
-            CPU threads of the engine's process. By default half of the cores.
+            CPU threads of the engine's process. By default half of the cores; a trainer on the CPU then keeps to the
+            other half while it trains.
         engine_restarts (`int`, *optional*, defaults to `3`):
             Times a dead engine process is started again before the run stops.
         kv_on_publish (`str`, *optional*, defaults to `"keep"`):
@@ -290,7 +291,11 @@ class A3POConfig(GRPOConfig):
         metadata={"help": "Completions decoded at the same time. Default: one generation batch, at most 64."},
     )
     engine_threads: int | None = field(
-        default=None, metadata={"help": "CPU threads of the engine's process. Default: half of the cores."}
+        default=None,
+        metadata={
+            "help": "CPU threads of the engine's process. Default: half of the cores; a "
+            "trainer on the CPU then keeps to the other half while it trains."
+        },
     )
     engine_restarts: int = field(
         default=3, metadata={"help": "Times a dead engine process is started again before the run stops."}

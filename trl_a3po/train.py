@@ -6,8 +6,10 @@ wins; a field that does not exist is refused. At the end the model, its card and
 """
 
 import argparse
+import difflib
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,16 @@ def make_parser(prog: str | None = None) -> TrlParser:
     return TrlParser((A3POScriptArguments, A3POConfig, ModelConfig), prog=prog)
 
 
+class SettingsError(ValueError):
+    """A recipe or a command line holds what is no setting, or settings that cannot hold."""
+
+
 def run(arguments: Sequence[str]) -> A3POTrainer:
-    """Train as `arguments` say: the recipe's path first, then `--field value` pairs. Returns the trainer, closed."""
+    """Train as `arguments` say: the recipe's path first, then `--field value` pairs. Returns the trainer, closed.
+
+    Raises:
+        SettingsError: what they say is no configuration.
+    """
     arguments = list(arguments)
     folders = [Path.cwd()]
     if arguments and not arguments[0].startswith("-"):
@@ -70,7 +80,10 @@ def run(arguments: Sequence[str]) -> A3POTrainer:
             raise SystemExit(f"trl-a3po train: there is no recipe {str(recipe)!r}.")
         folders.insert(0, recipe.resolve().parent)
         arguments = ["--config", str(recipe), *arguments]
-    script_args, training_args, model_args = _parse(arguments)
+    try:
+        script_args, training_args, model_args = _parse(arguments)
+    except ValueError as error:
+        raise SettingsError(_readable(str(error))) from error
     return train(script_args, training_args, model_args, folders)
 
 
@@ -115,6 +128,16 @@ def train(
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.accelerator.end_training()
     return trainer
+
+
+def _readable(message: str) -> str:
+    """TRL's words about names that are no settings, as a sentence with the nearest ones that are."""
+    known = [f.name for kind in (A3POScriptArguments, A3POConfig, ModelConfig) for f in fields(kind)]
+    for name in re.findall(r"'--(\w+)'", message):
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, 1)
+            return f"there is no setting {name!r}" + (f"; is it {nearest[0]!r}?" if nearest else ".")
+    return message
 
 
 def _parse(arguments: list[str]) -> tuple[A3POScriptArguments, A3POConfig, ModelConfig]:

@@ -11,6 +11,15 @@ if TYPE_CHECKING:
 
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 RIVALS = ("masked_is", "aipo", "m2po")
+SETTINGS_OF = {
+    ("proximal_method",): ("decoupled", "masked_is"),
+    ("fresh_proximal", "behavior_weight_cap", "behavior_weight_mode", "behavior_weight_level"): ("decoupled",),
+    ("masked_is_lower", "masked_is_upper"): ("masked_is",),
+    ("aipo_cap",): ("aipo",),
+    ("m2po_threshold",): ("m2po",),
+    ("asympo_min_scale",): ("asympo",),
+    ("spo_negative_scale",): ("spo",),
+}
 RIVAL_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 
 
@@ -33,6 +42,19 @@ def check_objective(config: "A3POConfig") -> None:
         _check_rival(config)
     else:
         _check_balanced(config)
+    _check_read(config)
+
+
+def _check_read(config: "A3POConfig") -> None:
+    """A setting of another objective would be ignored."""
+    for names, objectives in SETTINGS_OF.items():
+        for name in names:
+            value, default = getattr(config, name), type(config).__dataclass_fields__[name].default
+            if config.objective not in objectives and value != default:
+                raise ValueError(
+                    f"{name}={value!r} is not used by objective={config.objective!r}: leave it out, or set objective="
+                    f"{' or '.join(map(repr, objectives))}."
+                )
 
 
 def _check_kl(config: "A3POConfig") -> None:

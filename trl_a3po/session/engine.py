@@ -4,7 +4,6 @@ Guarantees: the settings of `GRPOConfig` reach the engine with their meaning, or
 """
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from trl_a3po.engines.protocol import Engine, SamplingSettings
 from trl_a3po.engines.several import SeveralEngines
 from trl_a3po.engines.vllm.engine import VLLMEngine
 from trl_a3po.engines.vllm.links import same_gpu
+from trl_a3po.session.cores import engine_threads
 
 MOST_SLOTS = 64
 GENERATION_KWARGS = {"min_new_tokens", "suppress_tokens", "eos_token_id"}
@@ -28,7 +28,6 @@ def build_engine(args: A3POConfig, device: torch.device) -> Engine:
         return args.engine
     if args.engine == "vllm":
         return _vllm_engine(args, device)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = [torch.device(name) for name in args.engine_devices] or [device]
     engines = [
         TransformersEngine(
@@ -37,7 +36,7 @@ def build_engine(args: A3POConfig, device: torch.device) -> Engine:
             deterministic=args.deterministic,
             max_prompt_tokens=args.engine_max_prompt_tokens,
             device=on,
-            threads=args.engine_threads or max(1, cores // 2 // len(devices)),
+            threads=engine_threads(args),
             max_restarts=args.engine_restarts,
         )
         for on in devices

@@ -14,6 +14,7 @@ from trl_a3po.report.run_timeline import begin_timeline
 from trl_a3po.rollout.prompts import PromptStream
 from trl_a3po.rollout.records import Group
 from trl_a3po.rollout.reward_workers import RewardWorkers
+from trl_a3po.session.cores import SharedCores
 from trl_a3po.session.engine import build_engine, engine_dtype, sampling_settings
 from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evaluation_prompts
 from trl_a3po.session.prompts import prompt_rows, tokenize_prompt
@@ -50,6 +51,7 @@ class Session:
         self.queue = build_queue(
             trainer, self.engine, prompts, self._scorer, self.timeline, lambda: self._while_waiting(trainer)
         )
+        self._cores = SharedCores(args, trainer.accelerator.device)
         try:
             self._start_engine(trainer, version)
             self.published_version = self.publishes_counted_from = version
@@ -126,6 +128,7 @@ class Session:
             try:
                 self.engine.close()
             finally:
+                self._cores.give_back()
                 self._scorer.close()
                 self.timeline.close()
 
