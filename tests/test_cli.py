@@ -228,3 +228,25 @@ def test_of_a_run_that_was_stopped_the_newest_checkpoint_is_read(tmp_path):
     for step in (9, 10):
         write_run(tmp_path / f"checkpoint-{step}", [{"step": step}])
     assert read_history(tmp_path) == [{"step": 10}]
+
+
+def test_folders_that_only_resemble_checkpoints_are_passed_over(tmp_path):
+    for name, step in (("checkpoint-9", 9), ("checkpoint-10", 10), ("checkpoint-11.bak", 11), ("checkpoint-best", 12)):
+        write_run(tmp_path / name, [{"step": step}])
+    assert read_history(tmp_path) == [{"step": 10}]
+
+
+def test_a_picture_without_a_suffix_is_the_png_that_plot_names(tmp_path, capsys):
+    run_path = write_run(tmp_path / "run", run_history(5))
+    main(["plot", str(run_path), "--output", str(tmp_path / "v1_picture")])
+    assert str(tmp_path / "v1_picture.png") in capsys.readouterr().out
+    assert imread(tmp_path / "v1_picture.png").std() > 0.05
+
+
+def test_a_folder_is_no_picture_and_nothing_is_written_beside_it(tmp_path, capsys):
+    run_path = write_run(tmp_path / "run", run_history(5))
+    (tmp_path / "pictures").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["plot", str(run_path), "--output", str(tmp_path / "pictures")])
+    assert ended.value.code == 2 and "pictures is a folder" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pictures", "run"]

@@ -57,14 +57,16 @@ def _env(parsed: argparse.Namespace) -> None:
 def _plot(parsed: argparse.Namespace) -> None:
     from trl_a3po.report.compare import plot_runs
     from trl_a3po.report.history import read_history
+    from trl_a3po.report.look import picture_path
     from trl_a3po.report.timeline import NAME, read_timeline
 
+    output = picture_path(parsed.output)
     names = run_names(parsed.runs)
     histories = [read_history(run) for run in parsed.runs]
     alone = parsed.runs[0] if len(parsed.runs) == 1 else None
     timeline = read_timeline(alone) if alone is not None and (alone / NAME).is_file() else None
-    plot_runs(list(zip(names, histories, strict=True)), parsed.output, timeline)
-    print(f"{parsed.output} shows {', '.join(names)}")
+    plot_runs(list(zip(names, histories, strict=True)), output, timeline)
+    print(f"{output} shows {', '.join(names)}")
 
 
 def run_names(runs: Sequence[Path]) -> list[str]:

@@ -23,6 +23,7 @@ from trl_a3po.report.look import (
     dots,
     end_labels,
     name_axes,
+    picture_path,
     tidy_axes,
 )
 from trl_a3po.report.numbers import TIMES, History, entries_with, running_mean, series, steps_covered, time_split
@@ -39,10 +40,11 @@ def plot_runs(runs: Sequence[tuple[str, History]], path: str | Path, timeline: L
         timeline: of a single run: the end of it is drawn below (`read_timeline`).
 
     Raises:
-        ValueError: there are no runs, more than there are colours, or none logged what a panel needs.
+        ValueError: there are no runs, more than there are colours, or none logged what a panel needs; `path` is a
+            folder.
     """
+    path = picture_path(path)
     figure = runs_figure(runs, timeline)
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

@@ -1,5 +1,6 @@
 """How a chart looks: colours, titles, labels at the ends of lines, axes without what says nothing."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,20 @@ from matplotlib.ticker import MaxNLocator
 INK, GREY, RULE = "#222222", "#777777", "#dddddd"
 BLUE, ORANGE, GREEN, AMBER = "#0072b2", "#d55e00", "#009e73", "#e69f00"  # colour-blind safe (Okabe and Ito)
 FRESH_TO_STALE = ("#d3e5f3", "#1f5f99")
+
+
+def picture_path(path: str | Path) -> Path:
+    """The file that a picture is saved as: `path`, with `.png` where it has no suffix.
+
+    Raises:
+        ValueError: it is a folder.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(
+            f"{path} is a folder: name the file that the picture is saved as, for example {path}/runs.png."
+        )
+    return path if path.suffix else path.with_name(f"{path.name}.png")
 
 
 def name_axes(

@@ -8,7 +8,7 @@ from textwrap import fill
 
 from matplotlib.figure import Figure
 
-from trl_a3po.report.look import GREY, INK, tidy_axes
+from trl_a3po.report.look import GREY, INK, picture_path, tidy_axes
 from trl_a3po.report.numbers import History, entries_with, step_limits, time_split, waiting_share
 from trl_a3po.report.panels import PANELS
 
@@ -21,9 +21,9 @@ def plot_run(log_history: History, path: str | Path, title: str | None = None) -
     The split of time is exact with `logging_steps=1`, or where every optimizer step takes a batch.
 
     Raises:
-        ValueError: nothing that a panel needs was logged.
+        ValueError: nothing that a panel needs was logged; `path` is a folder.
     """
-    path = Path(path)
+    path = picture_path(path)
     figure = run_figure(log_history, title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
