@@ -490,7 +490,7 @@ class A3POTrainer(GRPOTrainer):
             self._show_row_weights()
         super().log(logs, start_time)
         if self._session is not None:
-            self._session.timeline.write("log", **self.state.log_history[-1])
+            self._session.timeline.log(self.state.log_history[-1])
 
     def _show_row_weights(self) -> None:
         if self.log_completions and self._row_weights.places_known and self._logs["extra"]["w"]:

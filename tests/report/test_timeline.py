@@ -90,8 +90,7 @@ def test_taken_groups_are_those_of_the_takes_at_their_versions(trained):
 def test_steps_publishes_and_logs_are_those_of_the_trainer(trained):
     assert versions(trained, "step") == list(range(1, 9))
     assert versions(trained, "engine_start") + versions(trained, "publish") == trained.args.engine.published
-    logs = [{k: v for k, v in line.items() if k not in ("kind", "time")} for line in lines(trained, "log")]
-    assert logs == trained.state.log_history
+    assert [line["logged"] for line in lines(trained, "log")] == trained.state.log_history
 
 
 def test_what_lasts_ends_after_it_began_and_waits_lie_inside_their_step(trained):
@@ -175,11 +174,46 @@ def test_a_timeline_that_cannot_be_written_is_warned_of_once_and_the_run_goes_on
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
     timeline = Timeline(tmp_path / NAME, version=0, resumed=False)
-    timeline.write("log", reward=float("nan"), loss=float("inf"), step=1)
+    timeline.log({"reward": float("nan"), "loss": float("inf"), "step": 1})
     timeline.close()
     content = (tmp_path / NAME).read_text()
     assert all(json.loads(line, parse_constant=lambda word: pytest.fail(word)) for line in content.splitlines())
-    assert read_history(tmp_path)[0] | {"time": 0} == {"time": 0, "reward": None, "loss": None, "step": 1}
+    assert read_history(tmp_path) == [{"reward": None, "loss": None, "step": 1}]
+
+
+def test_metrics_may_have_any_name_and_shadow_nothing(model_path, tmp_path):
+    names = ["kind", "self", "time", "began", "logged", "version"]
+
+    def reward(completion_ids, log_metric, **kwargs):
+        for number, name in enumerate(names):
+            log_metric(name, float(number))
+        return [1.0] * len(completion_ids)
+
+    trainer = build(model_path, tmp_path, reward_funcs=reward, max_steps=2)
+    trainer.train()
+    assert [line["kind"] for line in lines(trainer)].count("log") == len(trainer.state.log_history)
+    start, end = lines(trainer, "start", "end")
+    assert all(start["time"] <= line["time"] <= end["time"] for line in lines(trainer, "log"))
+    path = tmp_path / "A3POTrainer" / NAME
+    assert read_history(path) == trainer.state.log_history
+    assert {name: read_history(path)[0][name] for name in names} == dict(zip(names, map(float, range(6)), strict=True))
+
+
+def test_what_is_no_json_costs_the_timeline_with_a_warning(tmp_path, caplog):
+    timeline = Timeline(tmp_path / NAME, version=0, resumed=False)
+    timeline.flush()
+    timeline.log({("a", "tuple"): 1.0})
+    timeline.close()
+    assert "cannot be written any more" in caplog.text
+    assert [line["kind"] for line in read_timeline(tmp_path)] == ["start"]
+
+
+def test_logs_of_a_timeline_from_before_they_were_nested_are_read(tmp_path):
+    path = tmp_path / NAME
+    path.write_text(
+        '{"kind": "start", "version": 0, "resumed": false}\n{"kind": "log", "time": 1.5, "reward": 0.5, "step": 1}\n'
+    )
+    assert read_history(path) == [{"reward": 0.5, "step": 1}]
 
 
 # --- the picture ----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from trl_a3po.report.timeline import NAME as TIMELINE
 from trl_a3po.report.timeline import read_timeline
 
 NAMES = ("trainer_state.json", "log_history.json")
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 OF_STALENESS = re.compile(r"a3po/d(\d+)/(.+)")
 
 
@@ -29,7 +30,7 @@ def read_history(run: str | Path) -> list[dict[str, Any]]:
     """
     path = _log_file(Path(run))
     if path.suffix == ".jsonl":
-        return [{name: value for name, value in line.items() if name != "kind"} for line in read_timeline(path, "log")]
+        return [_logged(line) for line in read_timeline(path, "log")]
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -55,10 +56,17 @@ def by_staleness(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [rows[key] for key in sorted(rows)]
 
 
+def _logged(line: dict[str, Any]) -> dict[str, Any]:
+    if "logged" in line:
+        return line["logged"]
+    return {name: value for name, value in line.items() if name not in ("kind", "time")}  # as once written
+
+
 def _log_file(run: Path) -> Path:
     if run.is_file():
         return run
-    checkpoints = sorted(run.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]), reverse=True)
+    steps = {path: CHECKPOINT.fullmatch(path.name) for path in run.glob("checkpoint-*")}
+    checkpoints = sorted((path for path in steps if steps[path]), key=lambda path: int(steps[path][1]), reverse=True)
     for folder in (run, *checkpoints):
         files = [folder / name for name in (*NAMES, TIMELINE) if (folder / name).is_file()]
         if files:

@@ -11,7 +11,7 @@ All times are in seconds since 1970; what a run has no number for is `null`. The
 - `group`: an attempt at a prompt ended (see `trl_a3po.rollout.outcomes.Attempt`);
 - `engine_start`, `publish`, `take`, `evaluation`, `step`: from `began` to `ended`, at `version` (of a step: the one it
   made). A take lasts as long as the trainer waits; the time of a step that is in no other line is training;
-- `log`: what was logged, as in the Trainer's `log_history`;
+- `log`: in `logged` what was logged, under names that are the user's too, as in the Trainer's `log_history`;
 - `checkpoint`: of `version`, being saved; `end`: training stopped.
 """
 
@@ -62,18 +62,22 @@ class Timeline:
                 facts[name] += EPOCH
         self._append("group", facts)
 
-    def write(self, kind: str, **facts: Any) -> None:
+    def write(self, kind: str, /, **facts: Any) -> None:
         """A line of this kind, now."""
         self._append(kind, {"time": self.now(), **facts})
 
+    def log(self, logged: dict[str, Any]) -> None:
+        """A line of what was logged, under whatever names."""
+        self.write("log", logged=logged)
+
     @contextmanager
-    def span(self, kind: str, **facts: Any) -> Iterator[None]:
+    def span(self, kind: str, /, **facts: Any) -> Iterator[None]:
         """Inside, something of this kind happens; what raises leaves no line."""
         began = self.now()
         yield
         self.lasted(kind, began, **facts)
 
-    def lasted(self, kind: str, began: float, **facts: Any) -> None:
+    def lasted(self, kind: str, began: float, /, **facts: Any) -> None:
         """A line of something that lasted from `began` until now."""
         self._append(kind, {"began": began, "ended": self.now(), **facts})
 
@@ -87,8 +91,7 @@ class Timeline:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines([*self._end_of_cut_line(), *lines])
         except OSError as error:
-            self._works = False
-            logger.warning("The timeline %s cannot be written any more and ends here: %s", self._path, error)
+            self._ends(error)
 
     def close(self) -> None:
         """The run stopped; idempotent."""
@@ -96,6 +99,10 @@ class Timeline:
             self.write("end")
             self.flush()
             self._works = False
+
+    def _ends(self, error: Exception) -> None:
+        self._works = False
+        logger.warning("The timeline %s cannot be written any more and ends here: %s", self._path, error)
 
     def _end_of_cut_line(self) -> list[str]:
         """A newline where a kill has cut the last line of the process before."""
@@ -106,9 +113,10 @@ class Timeline:
         return ["\n"] if content not in (b"", b"\n") else []
 
     def _append(self, kind: str, facts: dict[str, Any]) -> None:
-        self._lines.append(
-            json.dumps({"kind": kind, **{name: _plain(fact) for name, fact in facts.items()}}, default=str) + "\n"
-        )
+        try:
+            self._lines.append(json.dumps(_plain({"kind": kind, **facts}), default=str) + "\n")
+        except (TypeError, ValueError) as error:
+            self._ends(error)
 
 
 def read_timeline(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
@@ -157,4 +165,6 @@ def _until_checkpoint(lines: list[dict[str, Any]], version: int) -> list[dict[st
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
