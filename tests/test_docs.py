@@ -11,6 +11,7 @@ from trl import GRPOConfig
 import trl_a3po
 from tests.runs import build
 from trl_a3po import A3POConfig
+from trl_a3po.config import CHOICES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -103,12 +104,18 @@ def test_settings_of_the_tables_are_fields_with_their_defaults(page):
                 ), name
 
 
+def test_the_page_on_settings_names_every_objective():
+    (row,) = [row for names, *row in rows(ROOT / "docs" / "settings.md", "setting") if names == "`objective`"]
+    assert {name for name in CHOICES["objective"] if f'"{name}"' not in " ".join(row)} == set()
+
+
 def test_the_code_of_the_page_on_metrics_reads_a_run(model_path, tmp_path):
     build(model_path, tmp_path, max_staleness=2).train()
     (code,) = re.findall(r"```python\n(.*?)```", text_of(ROOT / "docs" / "metrics.md"), re.S)
     names: dict[str, object] = {}
     exec(code.replace("outputs/lora_24gb", str(tmp_path / "A3POTrainer")), names)
-    assert len(names["history"]) == 5 and len(names["groups"]) == 8 and "w/mean" in names["table"].columns
+    assert len(names["history"]) == 5 and len(names["steps"]) == 4
+    assert len(names["groups"]) == 8 and "w/mean" in names["table"].columns
 
 
 def documented_metrics() -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from trl_a3po import A3POConfig
+from trl_a3po.checks.objective import check_objective
 from trl_a3po.config import CHOICES
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "objectives.md"
@@ -72,6 +73,13 @@ def test_a_combination_is_refused_exactly_where_a_table_says_so(objective):
         if works != all(holds(cell, schedule) for cell in cells):
             wrong.append((level, loss, kl, schedule, works))
     assert not wrong
+
+
+def test_an_objective_without_rules_is_not_held_to_those_of_another():
+    args = config("decoupled", "token", "grpo", "none", "async")
+    args.objective = "mine"
+    with pytest.raises(NotImplementedError, match="objective='mine' has no rules yet"):
+        check_objective(args)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

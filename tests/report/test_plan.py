@@ -1,11 +1,14 @@
 """The plan says what the run will do."""
 
+import re
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import save_tiny_model, tiny_config, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.config import CHOICES
 from trl_a3po.report.plan import cache_numbers_per_token, trainer_plan
 
 
@@ -26,6 +29,28 @@ def test_the_plan_names_batch_steps_bound_and_engine():
         "transformers",
     ):
         assert words in plan, plan
+
+
+def objective_line(objective):
+    needs = {"loss_type": "grpo", "scale_rewards": "none"}  # of some, allowed by all
+    if objective == "masked_is":
+        needs["proximal_method"] = "reuse"
+    (line,) = re.findall("^objective: +(.+)$", config(objective=objective, **needs).plan(), re.M)
+    return line
+
+
+def test_every_objective_has_a_line_of_its_own():
+    lines = {objective: objective_line(objective) for objective in CHOICES["objective"]}
+    assert all(line.startswith(f"{objective}, ") for objective, line in lines.items())
+    details = {line.removeprefix(objective) for objective, line in lines.items()}
+    assert len(details) == len(lines)
+
+
+def test_an_objective_without_a_line_is_not_described_as_another():
+    args = config()
+    args.objective = "mine"
+    with pytest.raises(NotImplementedError, match="objective='mine' has no line"):
+        args.plan()
 
 
 def test_the_plan_of_a_fixed_lag_promises_exactly_that():

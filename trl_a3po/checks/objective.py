@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trl_a3po.config import A3POConfig
 
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+BALANCED = ("asympo", "spo")
 RIVALS = ("masked_is", "aipo", "m2po")
 SETTINGS_OF = {
     ("proximal_method",): ("decoupled", "masked_is"),
@@ -40,8 +41,12 @@ def check_objective(config: "A3POConfig") -> None:
         _check_decoupled(config)
     elif config.objective in RIVALS:
         _check_rival(config)
-    else:
+    elif config.objective in BALANCED:
         _check_balanced(config)
+    else:
+        raise NotImplementedError(
+            f"objective={config.objective!r} has no rules yet for what it can be combined with: give it a branch here."
+        )
     _check_read(config)
 
 
