@@ -176,7 +176,7 @@ def _draw_timeline(axes: Axes, timeline: Lines) -> None:
     axes.set_xlabel("seconds", color=GREY, fontsize=9)
     legible = {RULE: GREY, PALE_AMBER: "#b8892f"}  # on white
     words = [(what, legible.get(colour, colour), None) for what, colour in LEGEND]
-    name_axes(axes, "Timeline", f"the last {takes} takes (lines): each group above, the trainer below", words)
+    name_axes(axes, "Timeline", f"the last {takes} takes (lines): groups above, the trainer below", words)
 
 
 def _tidy_empty(axes: Axes) -> None:

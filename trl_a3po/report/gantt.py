@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from trl_a3po.report.look import AMBER, BLUE, GREEN, GREY, ORANGE, RULE
+from trl_a3po.report.look import AMBER, BLUE, GREEN, GREY, ORANGE, RULE, VIOLET
 
 Lines = list[dict[str, Any]]
 
@@ -19,8 +19,13 @@ PHASES = (  # from, to, what, colour
     ("scoring", "scored", "rewards", AMBER),
     ("scored", "ended", "ready", RULE),
 )
-DOING = (("step", "training", DARK), ("publish", "publishing", GREEN), ("take", "waiting", ORANGE))
-BESIDE = ("engine_start", "evaluation")
+DOING = (
+    ("step", "training", DARK),
+    ("publish", "publishing", GREEN),
+    ("take", "waiting", ORANGE),
+    ("evaluation", "evaluation", VIOLET),
+    ("engine_start", "engine start", GREY),
+)
 LEAST_HEIGHT, MOST_ROWS = 1.8, 8  # of the trainer's bar: in rows of groups, and as a share of them
 LEGEND = [(what, colour) for *_, what, colour in PHASES] + [(what, colour) for _, what, colour in DOING]
 
@@ -46,7 +51,7 @@ def draw_gantt(axes: Axes, lines: Lines, takes: int = TAKES_SHOWN) -> int:
     number = max(rows, default=-1) + 1
     height = max(LEAST_HEIGHT, number / MOST_ROWS)
     below = -0.9 - height / 2
-    for kind, _, colour in (*DOING, *((kind, kind, GREY) for kind in BESIDE)):
+    for kind, _, colour in DOING:
         for line in (line for line in lines if line["kind"] == kind and line["ended"] > start):
             axes.barh(
                 below, line["ended"] - line["began"], height, left=line["began"] - start, color=colour, linewidth=0

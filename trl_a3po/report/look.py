@@ -9,7 +9,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 INK, GREY, RULE = "#222222", "#777777", "#dddddd"
-BLUE, ORANGE, GREEN, AMBER = "#0072b2", "#d55e00", "#009e73", "#e69f00"  # colour-blind safe (Okabe and Ito)
+BLUE, ORANGE, GREEN, AMBER, VIOLET = "#0072b2", "#d55e00", "#009e73", "#e69f00", "#aa77aa"  # told apart by all eyes
 FRESH_TO_STALE = ("#d3e5f3", "#1f5f99")
 
 
@@ -46,9 +46,11 @@ def name_axes(
 
 
 def end_labels(axes: Axes, x: float, labels: list[tuple[str, float, str]], fontsize: int) -> None:
-    """Each line's word at its last point; where two would overlap, moved apart within the axes."""
+    """Each line's word at its last point; where two would overlap, moved apart within the axes, or written once if they
+    are the same."""
     bottom, top = axes.get_ylim()
     gap = 0.13 * (top - bottom)
+    labels = _merged(labels, gap)
     lowest, places = -np.inf, []
     for word, y, colour in sorted(labels, key=lambda label: label[1]):
         lowest = max(y, lowest + gap)
@@ -62,6 +64,17 @@ def end_labels(axes: Axes, x: float, labels: list[tuple[str, float, str]], fonts
             fontsize=fontsize, fontweight="bold", annotation_clip=False,
             path_effects=[withStroke(linewidth=3, foreground="white")],
         )  # fmt: skip
+
+
+def _merged(labels: list[tuple[str, float, str]], gap: float) -> list[tuple[str, float, str]]:
+    """Neighbours of the same word as one, in the colour of text."""
+    kept: list[tuple[str, float, str]] = []
+    for word, y, colour in sorted(labels, key=lambda label: label[1]):
+        if kept and kept[-1][0] == word and y - kept[-1][1] < gap:
+            kept[-1] = (word, y, INK)
+        else:
+            kept.append((word, y, colour))
+    return kept
 
 
 def tidy_axes(axes: Axes, limits: tuple[float, float]) -> None:

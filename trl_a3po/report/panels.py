@@ -61,7 +61,7 @@ def draw_staleness(axes: Axes, entries: History) -> None:
     means = axes.twinx()
     means.set_ylim(0, values[-1] + 0.5)
     means.plot(middle, mean, color=INK, linewidth=1.6, path_effects=halo, **dots(len(mean)))
-    means.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4, prune="lower"))
+    means.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     means.tick_params(colors=GREY, labelsize=9, length=0)
     means.spines[:].set_visible(False)
     under_label = mean[-max(1, len(mean) // 4) :]
@@ -116,7 +116,7 @@ def draw_trust_region(axes: Axes, entries: History) -> None:
     if len(steps) > MOST_BARS:
         detail += "; centred running means"
     weights, largest = series(entries, "a3po/w/max"), []
-    if not np.isnan(weights).all():
+    if not np.isnan(weights).all() and np.nanmax(weights) > 1:
         at = int(np.nanargmax(weights))
         largest = [(f"max w {weights[at]:.3g} at step {steps[at]:.0f}", GREY, None)]
     name_axes(axes, "Trust region", detail, largest)
