@@ -46,8 +46,7 @@ def name_axes(
 
 
 def end_labels(axes: Axes, x: float, labels: list[tuple[str, float, str]], fontsize: int) -> None:
-    """Each line's word at its last point; where two would overlap, moved apart within the axes, or written once if they
-    are the same."""
+    """Each line's word at its last point; where two would overlap, moved apart within the axes; the same word once."""
     bottom, top = axes.get_ylim()
     gap = 0.13 * (top - bottom)
     labels = _merged(labels, gap)
