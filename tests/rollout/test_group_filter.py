@@ -1,6 +1,7 @@
 """Which groups the filter drops, and what `on_group` may make of one."""
 
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -122,6 +123,11 @@ def test_what_it_raises_is_the_cause():
     with pytest.raises(RewardError, match="on_group raised KeyError\\('gold'\\) for prompt 9") as error:
         filtered(lambda group: {}["gold"])
     assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_an_exit_in_it_is_an_error_that_names_it():
+    with pytest.raises(RewardError, match="on_group raised SystemExit\\(3\\) for prompt 9"):
+        filtered(lambda group: sys.exit(3))
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def test_a_reward_function_that_exits_does_not_end_its_thread_in_silence():
     def leave(group):
         raise SystemExit(3)
 
-    with running(score=leave) as queue, pytest.raises(A3POError, match="reward thread stopped: SystemExit"):
+    with running(score=leave) as queue, pytest.raises(RewardError, match="prompt 0 raised SystemExit: 3"):
         queue.take(0)
 
 

@@ -1,5 +1,6 @@
 """Reward functions in processes: what reaches them and comes back, and what is left when one hangs or dies."""
 
+import asyncio
 import logging
 import math
 import os
@@ -145,9 +146,21 @@ def test_what_a_function_raises_is_an_error_with_the_workers_traceback(started):
     assert workers(group(target="reward")).rewards[0][0] == 2  # by the same worker
 
 
-def test_a_function_that_exits_is_an_error(started):
-    with pytest.raises(RewardError, match="SystemExit\\('enough'\\)"):
-        started(by_target([]))(group(target="exit"))
+def test_a_function_that_exits_is_an_error_and_its_worker_goes_on(started):
+    workers = started(by_target([]))
+    with pytest.raises(RewardError, match="'reward0' raised SystemExit\\('enough'\\)"):
+        workers(group(target="exit"))
+    assert workers(group(target="reward")).rewards[0][0] == 2
+
+
+def test_an_async_function_with_a_cancelled_task_is_named(started):
+    async def judge(**kwargs):
+        task = asyncio.create_task(asyncio.sleep(30))
+        task.cancel()
+        await task
+
+    with pytest.raises(RewardError, match="'reward0' raised CancelledError"):
+        started(judge)(group())
 
 
 def test_a_wrong_number_of_rewards_is_refused_as_in_a_thread(started):

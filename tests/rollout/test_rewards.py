@@ -142,6 +142,9 @@ def test_extra_columns_and_metrics_are_recorded():
         ([1.0, 2.0, [3.0]], "returned a list for completion 2"),
         ([1.0, math.nan, 2.0], "returned nan for completion 1"),
         ([math.inf, 1.0, 2.0], "returned inf for completion 0"),
+        ([10**400, 1.0, 2.0], "returned inf for completion 0"),
+        ([1.0, torch.zeros(2), 2.0], "returned a Tensor for completion 1"),
+        ((1 / n for n in (1, 0, 1)), "returned a generator that raised ZeroDivisionError"),
     ],
 )
 def test_anything_but_one_number_per_completion_is_refused_by_name(returned, message):
@@ -161,6 +164,103 @@ def test_what_a_function_raises_is_the_cause(is_async):
     with pytest.raises(RewardError, match="'reward0' raised KeyError") as error:
         scorer(later if is_async else now)(group())
     assert isinstance(error.value.__cause__, KeyError)
+
+
+async def exits(**kwargs):
+    raise SystemExit("enough")
+
+
+async def is_interrupted(**kwargs):
+    raise KeyboardInterrupt
+
+
+async def has_a_cancelled_task(**kwargs):
+    task = asyncio.create_task(asyncio.sleep(30))
+    task.cancel()
+    await task
+
+
+async def has_a_task_that_exits(**kwargs):
+    task = asyncio.create_task(exits())
+    await asyncio.sleep(30)
+    await task
+
+
+async def lacks_an_argument(gold, **kwargs):
+    return [0.0] * len(gold)
+
+
+async def cancels_whatever_there_is(**kwargs):
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(30)
+
+
+@pytest.mark.parametrize(
+    "func, raised",
+    [
+        (exits, SystemExit),
+        (is_interrupted, KeyboardInterrupt),
+        (has_a_cancelled_task, asyncio.CancelledError),
+        (has_a_task_that_exits, SystemExit),
+        (lacks_an_argument, TypeError),
+        (cancels_whatever_there_is, asyncio.CancelledError),
+    ],
+)
+def test_whatever_ends_an_async_function_is_the_cause_of_an_error_that_names_it(func, raised):
+    score = scorer(lambda completions, **kwargs: [0.0] * len(completions), func)
+    with pytest.raises(RewardError, match=f"'reward1' raised {raised.__name__}") as error:
+        score(group())
+    assert isinstance(error.value.__cause__, raised)
+    score.close()
+
+
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_whatever_ends_a_function_is_the_cause_of_an_error_that_names_it(raised):
+    def ends(**kwargs):
+        raise raised("enough")
+
+    with pytest.raises(RewardError, match=f"'reward0' raised {raised.__name__}") as error:
+        scorer(ends)(group())
+    assert isinstance(error.value.__cause__, raised)
+
+
+def test_async_functions_beside_one_that_fails_run_to_their_end():
+    ended = []
+
+    async def slower(completions, **kwargs):
+        await asyncio.sleep(0.05)
+        ended.append(1)
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match="'reward0' raised CancelledError"):
+        scorer(has_a_cancelled_task, slower)(group())
+    assert ended == [1]
+
+
+def test_an_exception_may_be_returned_and_is_no_list():
+    async def gives(**kwargs):
+        return ValueError("odd")
+
+    with pytest.raises(RewardError, match="'reward0' returned a ValueError: return a list"):
+        scorer(gives)(group())
+
+
+def test_it_tells_a_function_that_is_awaited_from_one_that_cannot_be_interrupted():
+    told = []
+
+    def now(completions, **kwargs):
+        told.append(score.describe())
+        return [0.0] * len(completions)
+
+    async def later(completions, **kwargs):
+        return now(completions)
+
+    score = scorer(now, later)
+    score(group())
+    assert "'reward0' has been running for" in told[0] and "which cannot be interrupted" in told[0]
+    assert "'reward1' has been awaited for" in told[1] and "interrupted" not in told[1]
+    assert score.describe() == ""
 
 
 def test_an_extra_column_of_the_wrong_length_is_refused():

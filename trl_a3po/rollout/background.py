@@ -36,7 +36,7 @@ def background_threads(
 def _guarded(shared: Shared, loop: Callable[[], None]) -> None:
     try:
         loop()
-    except BaseException as error:  # a reward function's SystemExit would otherwise end it in silence
+    except BaseException as error:  # it would otherwise end in silence
         shared.fail(error)
 
 
@@ -88,7 +88,7 @@ def _reward_loop(shared: Shared, score: Callable[[Group], Score | Group | Reject
         request_id, group = due
         try:
             result = score(group)
-        except Exception as error:
+        except BaseException as error:  # an exit in it is one function's, not the process's
             with shared.changed:
                 if shared.closed and cut_off:  # this is what did it
                     return

@@ -67,7 +67,7 @@ class GroupFilter:
         try:
             with self._one_at_a_time:
                 answer = self._on_group(copy)
-        except Exception as error:
+        except BaseException as error:  # an exit, too
             raise RewardError(f"on_group raised {error!r} for prompt {group.prompt.index}.") from error
         if isinstance(answer, Rejection):
             return answer

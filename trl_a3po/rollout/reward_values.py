@@ -28,6 +28,11 @@ def reward_values(name: str, returned: Any, size: int) -> list[float]:
             f"The reward function '{name}' returned a {type(returned).__name__}: return a list with one number "
             "per completion."
         ) from None
+    except BaseException as error:  # of a generator
+        raise RewardError(
+            f"The reward function '{name}' returned a {type(returned).__name__} that raised {error!r}: return a list "
+            "with one number per completion."
+        ) from error
     if len(values) != size:
         raise RewardError(
             f"The reward function '{name}' returned {len(values)} rewards for a group of {size} completions: "
@@ -45,11 +50,13 @@ def _number(name: str, i: int, value: Any) -> float:
         )
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError) as error:  # the last is torch's, for a tensor of several elements
         raise RewardError(
             f"The reward function '{name}' returned a {type(value).__name__} for completion {i}: return a number, "
             "or None where the function does not apply."
-        ) from None
+        ) from error
     if not math.isfinite(number):
         raise RewardError(
             f"The reward function '{name}' returned {number} for completion {i}: return a finite number, or None "

@@ -48,8 +48,8 @@ def _serve(channel: Channel) -> None:
             raise
         except RewardError as error:
             tell("failed", str(error), _traceback(error.__cause__ or error))
-        except BaseException as error:  # a function that exits, above all
-            tell("failed", f"A reward function raised {error!r}.", _traceback(error))
+        except BaseException as error:
+            tell("failed", f"Scoring a group raised {error!r}.", _traceback(error))
 
 
 class _Scorer:

@@ -13,9 +13,10 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.rollout.records import Group, Score
@@ -77,13 +78,18 @@ class RewardScorer:
 
     def describe(self) -> str:
         """Which function is at work and what would help if it hangs; empty if none is. From any thread."""
-        began, names = self._began, " and ".join(f"'{self._names[column]}'" for column in self._running)
-        if began is None or not names:
+        began, running = self._began, self._running
+        if began is None or not running:
             return ""
+        seconds = f"{time.monotonic() - began:.1f} s"
+        so_far = (
+            f"running for {seconds}, in a thread, which cannot be interrupted"
+            if self._awaited is None
+            else f"awaited for {seconds}"
+        )
         return (
-            f"The reward function {names} has been running for {time.monotonic() - began:.1f} s, in a thread, which "
-            "cannot be interrupted: set reward_workers=1 or more and a reward_timeout, at which it is killed and "
-            "replaced, or, if it needs that long, raise stall_timeout and reward_timeout."
+            f"{self._functions(running)} has been {so_far}: set reward_workers=1 or more and a reward_timeout, at "
+            "which it is killed and replaced, or, if it needs that long, raise stall_timeout and reward_timeout."
         )
 
     def _score(self, group: Group) -> Score:
@@ -194,20 +200,28 @@ class RewardScorer:
             if self._runner is None:
                 self._runner = asyncio.Runner()
             try:
-                results = self._runner.run(self._gather(list(pending.values()), kwargs))
-            except asyncio.CancelledError:
-                names = " and ".join(f"'{self._names[i]}'" for i in pending)
-                raise RewardError(f"The reward function {names} was being awaited when the run ended.") from None
-            for i, result in zip(pending, results, strict=True):
-                yield i, self._guarded(i, lambda result=result: _value_or_raise(result))
+                outcomes = self._runner.run(self._gather(list(pending.values()), kwargs))
+            except RewardError:
+                raise
+            except BaseException as error:  # of a task that a function began beside itself, above all
+                if self._interrupted.is_set():
+                    raise RewardError(f"{self._functions(pending)} was being awaited when the run ended.") from None
+                raise RewardError(f"{self._functions(pending)} raised {error!r}.") from error
+            for i, outcome in zip(pending, outcomes, strict=True):
+                yield i, self._guarded(i, outcome)
 
-    async def _gather(self, funcs: list[Callable[..., Awaitable[Any]]], kwargs: dict[str, Any]) -> list[Any]:
+    async def _gather(
+        self, funcs: list[Callable[..., Awaitable[Any]]], kwargs: dict[str, Any]
+    ) -> list[Callable[[], Any]]:
         self._awaited = asyncio.current_task()
         try:
             self._raise_if_interrupted()
-            return await asyncio.gather(*(func(**kwargs) for func in funcs), return_exceptions=True)
+            return await asyncio.gather(*(_outcome(func, kwargs) for func in funcs))
         finally:
             self._awaited = None
+
+    def _functions(self, columns: Iterable[int]) -> str:
+        return f"The reward function {' and '.join(repr(self._names[column]) for column in columns)}"
 
     def _raise_if_interrupted(self) -> None:
         if self._interrupted.is_set():
@@ -216,8 +230,8 @@ class RewardScorer:
     def _guarded(self, column: int, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except Exception as error:
-            raise RewardError(f"The reward function '{self._names[column]}' raised {error!r}.") from error
+        except BaseException as error:  # an exit or a cancelled task, too: Ctrl-C is raised elsewhere
+            raise RewardError(f"{self._functions([column])} raised {error!r}.") from error
 
 
 def is_async(func: Callable[..., Any]) -> bool:
@@ -225,7 +239,15 @@ def is_async(func: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
 
 
-def _value_or_raise(result: Any) -> Any:
-    if isinstance(result, BaseException):
-        raise result
-    return result
+async def _outcome(func: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """What gives what `func` returned, or raises what it raised. It cannot be raised here: an exit would end the loop,
+    and a cancelled task cancel the functions beside it."""
+    try:
+        value = await func(**kwargs)
+    except BaseException as error:
+        return partial(_raise, error)
+    return lambda: value
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
