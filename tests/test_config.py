@@ -3,12 +3,14 @@
 import math
 import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 from trl import GRPOConfig
 
 from trl_a3po import A3POConfig
+from trl_a3po.config import CHOICES
 
 
 def config(**settings):
@@ -167,9 +169,12 @@ def test_refused_with_what_to_set_instead(settings, message):
     assert "set" in str(error.value) or "must" in str(error.value) or "leave" in str(error.value).lower()
 
 
+OWN = {field.name for field in fields(A3POConfig)} - {field.name for field in fields(GRPOConfig)}
+
+
 def numeric_settings(annotation: str) -> list[tuple[str, bool]]:
     """Fields of A3POConfig's own with this type, and whether None is their default."""
-    own = [f for f in fields(A3POConfig) if f.name not in {g.name for g in fields(GRPOConfig)}]
+    own = [f for f in fields(A3POConfig) if f.name in OWN]
     return [
         (f.name, f.default is None) for f in own if str(getattr(f.type, "__name__", f.type)).startswith(annotation)
     ]
@@ -190,6 +195,53 @@ def test_there_are_numeric_settings_of_both_kinds():
 def test_a_numeric_setting_of_a_wrong_type_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=rf"{name}={re.escape(repr(value))} "):
         config(**{name: value})
+
+
+FLAGS = [field.name for field in fields(A3POConfig) if field.type is bool and field.name in OWN]
+TEXTS = ("vllm_weights_dir", "vllm_python")
+LISTS = ("engine_device", "vllm_server_urls")
+MISTYPED = [(name, value) for name in FLAGS for value in ("False", "no", None, 0, 1, "", [])]
+MISTYPED += [(name, value) for name in TEXTS for value in (-1, True, "", ["a"], Path("a"))]
+MISTYPED += [(name, value) for name in LISTS for value in (0, 1.5, True, -1, "", [], {}, [0], [None], [""], ("a",))]
+
+
+def test_the_flags_texts_and_lists_are_known():
+    """Every other setting is a number, or one of the choices that its check has."""
+    assert set(FLAGS) == {"deterministic", "drop_zero_variance_groups", "dry_run"}
+    others = OWN - {*FLAGS, *TEXTS, *LISTS, *CHOICES, *(name for name, _ in WHOLE + REAL)}
+    assert others == {"engine", "engine_dtype"}
+
+
+@pytest.mark.parametrize("name, value", MISTYPED, ids=[f"{name}={value!r}" for name, value in MISTYPED])
+def test_a_setting_of_a_wrong_type_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}={re.escape(repr(value))} must be ") as error:
+        config(engine="vllm", **{name: value})
+    assert str(error.value).count(". ") == 0  # one sentence
+
+
+def test_the_number_of_a_device_is_answered_with_its_name():
+    with pytest.raises(ValueError, match="engine_device=1 must be the name of a device, such as 'cuda:1'"):
+        config(engine_device=1)
+
+
+def test_settings_of_the_right_type_are_kept():
+    args = config(
+        engine="vllm", deterministic=False, dry_run=True, drop_zero_variance_groups=True, engine_device=["cpu"],
+        vllm_weights_dir="weights", vllm_python="python3",
+    )  # fmt: skip
+    assert (args.deterministic, args.dry_run, args.drop_zero_variance_groups) == (False, True, True)
+    assert (args.engine_device, args.vllm_weights_dir, args.vllm_python) == (["cpu"], "weights", "python3")
+
+
+def test_command_lines_and_yaml_give_flags_and_lists(tmp_path):
+    from trl import TrlParser
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("output_dir: unused\nuse_cpu: true\ndry_run: no\ndrop_zero_variance_groups: yes\n")
+    command = f"--config {recipe} --deterministic false --engine_device cpu cpu"
+    (args,) = TrlParser(A3POConfig).parse_args_and_config(command.split())
+    assert (args.dry_run, args.drop_zero_variance_groups, args.deterministic) == (False, True, False)
+    assert args.engine_device == ["cpu", "cpu"]
 
 
 def test_publishing_rarely_is_fine_within_the_bound():

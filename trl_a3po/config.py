@@ -14,7 +14,7 @@ from trl import GRPOConfig
 from trl_a3po.checks.engine import check_engine
 from trl_a3po.checks.objective import RIVALS, check_objective
 from trl_a3po.checks.schedule import check_schedule
-from trl_a3po.checks.values import check_checkpoints, check_choices, check_forward, check_numbers
+from trl_a3po.checks.values import check_checkpoints, check_choices, check_forward, check_numbers, check_types
 from trl_a3po.rollout.admission import staleness_of_schedule
 
 CHOICES = {
@@ -433,6 +433,7 @@ class A3POConfig(GRPOConfig):
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and torch.accelerator.is_available()
         super().__post_init__()
+        check_types(self)
         self._map_trl_vllm_fields()
         check_choices(self, CHOICES)
         check_engine(self)

@@ -1,5 +1,5 @@
-"""Each setting by itself, and the few that need one another: choices, ranges of numbers, checkpoints, the training
-forward.
+"""Each setting by itself, and the few that need one another: choices, types, ranges of numbers, checkpoints, the
+training forward.
 
 Guarantees: what passes has the type and the range that its help gives; nothing is changed.
 """
@@ -26,6 +26,7 @@ LEAST_WHOLE_NUMBERS = {
     "max_rejected_groups_in_a_row": 1,
 }
 ABOVE_ZERO = ("reward_timeout", "vllm_outage_timeout", "stall_timeout", "asympo_min_scale", "temperature")
+FLAGS = ("deterministic", "drop_zero_variance_groups", "dry_run")
 
 
 def check_choices(config: "A3POConfig", choices: Mapping[str, Sequence[str]]) -> None:
@@ -34,6 +35,34 @@ def check_choices(config: "A3POConfig", choices: Mapping[str, Sequence[str]]) ->
         value = getattr(config, name)
         if value not in known:
             raise ValueError(f"{name}={value!r} is not known: set one of {', '.join(map(repr, known))}.")
+
+
+def check_types(config: "A3POConfig") -> None:
+    """Raise `ValueError` for a flag that is not a `bool`, and for a text, or a list of them, that is none."""
+    for name in FLAGS:
+        value = getattr(config, name)
+        if type(value) is not bool:  # "no" would count as True
+            raise ValueError(f"{name}={value!r} must be True or False.")
+    device = config.engine_device
+    if not (device is None or _is_text(device) or _is_texts(device)):
+        example = f"cuda:{device}" if type(device) is int and device >= 0 else "cuda:0"
+        raise ValueError(
+            f"engine_device={device!r} must be the name of a device, such as {example!r}, or a list of names; leave "
+            "it out to follow the trainer."
+        )
+    urls = config.vllm_server_urls
+    if not (urls is None or _is_text(urls) or _is_texts(urls)):
+        raise ValueError(
+            f"vllm_server_urls={urls!r} must be a list of URLs, such as ['http://localhost:8000']; leave it out to "
+            "have a server started."
+        )
+    for name, what, default in (
+        ("vllm_weights_dir", "the path of a folder, as text", "output_dir/vllm"),
+        ("vllm_python", "the path of an interpreter, as text", "this one"),
+    ):
+        value = getattr(config, name)
+        if not (value is None or _is_text(value)):
+            raise ValueError(f"{name}={value!r} must be {what}; leave it out for {default}.")
 
 
 def check_checkpoints(config: "A3POConfig") -> None:
@@ -116,6 +145,14 @@ def _check_reward_on_timeout(config: "A3POConfig") -> None:
             f"reward_on_timeout={value!r} with reward_workers=0 cannot be used, because a thread that hangs "
             "cannot be killed: set reward_workers to 1 or more, or leave reward_on_timeout out."
         )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(map(_is_text, value))
 
 
 def _is_number(value: Any) -> bool:
