@@ -1,4 +1,4 @@
-"""A real language model learns to add by asynchronous RL, on a CPU, in under ten minutes.
+"""A real language model learns to add by asynchronous RL, on a CPU, in a few minutes.
 
     python recipes/quickstart.py
 

@@ -48,7 +48,7 @@ def chosen_anchor(
             return aipo_anchor(*tensors, cap=args.aipo_cap)
         case "m2po":
             return m2po_anchor(*tensors, threshold=args.m2po_threshold)
-        case _:
+        case "decoupled":
             return decoupled_anchor(
                 *tensors,
                 proximal_method=args.proximal_method,
@@ -60,3 +60,5 @@ def chosen_anchor(
                 epsilon_low=epsilon_low,
                 epsilon_high=epsilon_high,
             )
+        case _:
+            raise NotImplementedError(f"objective={args.objective!r} has no anchor here.")
