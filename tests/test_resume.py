@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.runs import TakeRecorder
 from tests.tiny import VOCAB, tiny_prompts
 from trl_a3po import A3POConfig
 from trl_a3po.errors import CheckpointError
+from trl_a3po.report.timeline import read_timeline
 from trl_a3po.rollout import checkpoint
 from trl_a3po.testing import StubEngine, scripted_completion
 
@@ -255,9 +257,47 @@ def test_a_checkpoint_that_is_not_whole_is_not_used(build, caplog, damage):
     resumed = build(max_steps=4)
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint=True)
-    assert "Not resuming from the newest checkpoint" in caplog.text and "checkpoint-4" in caplog.text
+    assert "Not resuming from a checkpoint that is not valid" in caplog.text and "checkpoint-4" in caplog.text
     assert [version for version, _ in resumed.takes] == [3]
     assert checkpoint.why_invalid(folder) is None  # written again
+
+
+def test_a_new_run_in_the_folder_of_an_older_one_is_the_one_that_is_resumed(build, caplog):
+    build(max_steps=4, save_steps=2).train()
+    assert "of an earlier run" not in caplog.text
+    newer = build(max_steps=8, save_steps=2)
+    newer.add_callback(StopAt(3))
+    newer.train()
+    warnings = [record.getMessage() for record in caplog.records if "of an earlier run" in record.getMessage()]
+    assert len(warnings) == 1 and "holds checkpoint-2, checkpoint-4 of" in warnings[0]
+    resumed = build(max_steps=8, save_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert [version for version, _ in resumed.takes] == [2, 3, 4, 5, 6, 7]
+    assert re.search(
+        r"Not resuming from \S+checkpoint-4, which was written before checkpoint-2, by another", caplog.text
+    )
+    runs = {step: checkpoint.run_of(saved(resumed, step)) for step in (2, 4, 6, 8)}
+    assert runs == dict.fromkeys((2, 4, 6, 8), resumed_run(resumed))
+
+
+def resumed_run(trainer) -> str:
+    start, *_ = reversed(read_timeline(trainer.args.output_dir, "start"))
+    assert start["resumed"] and len(start["run"]) == 32
+    return start["run"]
+
+
+def test_a_checkpoint_from_before_runs_had_names_is_resumed_under_none(build):
+    whole = build(max_steps=4)
+    whole.train()
+    for step in range(1, 5):
+        path = saved(whole, step) / checkpoint.MARKER
+        marker = checkpoint.read_json(path)
+        path.write_text(json.dumps({name: marker[name] for name in ("format", "policy_version", "files")}))
+    resumed = build(max_steps=6)
+    resumed.train(resume_from_checkpoint=True)
+    assert [version for version, _ in resumed.takes] == [4, 5]
+    assert checkpoint.run_of(saved(resumed, 6)) is None
+    assert checkpoint.newest_valid(Path(resumed.args.output_dir)) == saved(resumed, 6)
 
 
 def test_without_any_valid_checkpoint_resuming_says_what_is_wrong_with_each(build):

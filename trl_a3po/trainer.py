@@ -61,7 +61,7 @@ from trl_a3po.rollout.rows import Row, behavior_versions, replay_logs, replayed_
 from trl_a3po.session import Session
 from trl_a3po.session.engine import engine_dtype, engine_slots, sampling_settings
 from trl_a3po.session.policy import trained_policy, zero_stage
-from trl_a3po.session.resuming import RunState, begin_run, choose_checkpoint, load_run
+from trl_a3po.session.resuming import RunState, begin_run, choose_checkpoint, load_run, warn_of_earlier_runs
 from trl_a3po.session.rewards import reward_functions
 from trl_a3po.session.saving import named_on_error, rotation_held, save_run, written_whole
 
@@ -150,7 +150,7 @@ class A3POTrainer(GRPOTrainer):
     # --- a run's beginning and end ------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """As GRPOTrainer's; `resume_from_checkpoint=True` takes the newest checkpoint that was written whole, and a
+        """As GRPOTrainer's; `resume_from_checkpoint=True` takes the last checkpoint that was written whole, and a
         resumed run goes on exactly where it was saved: the same prompts, groups and half-used batch."""
         if self.args.dry_run:
             print(self.plan())
@@ -171,6 +171,8 @@ class A3POTrainer(GRPOTrainer):
         folder = None
         if resume_from_checkpoint:
             folder = self._team.lead(lambda: choose_checkpoint(resume_from_checkpoint, self.args.output_dir))
+        else:
+            self._team.lead(lambda: warn_of_earlier_runs(self.args.output_dir))
         self._resumed = load_run(self, folder) if folder else None
         begin_run(self, self._resumed)
         return folder
@@ -212,7 +214,7 @@ class A3POTrainer(GRPOTrainer):
         version, run_dir = self.state.global_step, self._get_output_dir(trial=trial)
         folder = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{version}"
         self._show_row_weights()
-        with written_whole(self._team, folder, version):
+        with written_whole(self, folder):
             save_run(self, folder)
             with rotation_held(self.args), self._push_held():
                 super()._save_checkpoint(model, trial)

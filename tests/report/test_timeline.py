@@ -145,6 +145,40 @@ def test_a_new_run_in_the_folder_is_read_alone_and_the_old_lines_stay(model_path
     assert content.count('"kind": "step"') == 5
 
 
+def test_a_run_that_goes_on_after_another_began_in_its_folder_is_read_without_the_others_lines(model_path, tmp_path):
+    for steps, strategy, resume in ((4, "steps", False), (3, "no", False), (6, "steps", True)):
+        trainer = build(model_path, tmp_path, max_steps=steps, save_strategy=strategy, save_steps=2, max_staleness=2)
+        trainer.train(resume_from_checkpoint=resume)
+    first, third = lines(trainer, "start")
+    assert first["run"] == third["run"] and (first["resumed"], third["resumed"]) == (False, True)
+    assert versions(trainer, "step") == list(range(1, 7))
+    trained = [line["prompt"] for line in lines(trainer, "group") if line["outcome"] == "trained"]
+    assert sorted(trained) == list(range(12))
+
+
+def test_each_line_of_a_lineage_is_that_of_the_checkpoint_its_run_went_on_from(tmp_path):
+    for run, begins, ends in (("a", 0, 4), ("b", 0, 3), ("a", 2, 4), ("b", 2, 3), ("a", 4, 5)):
+        timeline = Timeline(tmp_path / NAME, run=run, version=begins, resumed=begins > 0)
+        for version in range(begins + 1, ends + 1):
+            timeline.write("step", version=version)
+            if version % 2 == 0:
+                timeline.write("checkpoint", version=version)
+        timeline.close()
+        told = read_timeline(tmp_path)
+        assert [line["version"] for line in told if line["kind"] == "step"] == list(range(1, ends + 1))
+        assert {line["run"] for line in told if line["kind"] == "start"} == {run}
+
+
+def test_a_run_without_a_name_goes_on_as_one(tmp_path):
+    for begins, ends in ((0, 3), (2, 4)):
+        timeline = Timeline(tmp_path / NAME, version=begins, resumed=begins > 0)
+        for version in range(begins + 1, ends + 1):
+            timeline.write("step", version=version)
+            timeline.write("checkpoint", version=version)
+        timeline.close()
+    assert [line["version"] for line in read_timeline(tmp_path, "step")] == [1, 2, 3, 4]
+
+
 def test_a_line_that_a_kill_cut_is_left_out_wherever_it_is(tmp_path):
     path = tmp_path / NAME
     path.write_text('{"kind": "start", "version": 0, "resumed": false}\n{"kind": "step", "vers')

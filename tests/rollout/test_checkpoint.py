@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 
@@ -312,13 +313,13 @@ def test_the_state_of_a_queue_that_failed_is_not_given_out():
 # --- folders ------------------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(folder, step=1):
+def write_checkpoint(folder, step=1, run=None):
     checkpoint.begin(folder)
     (folder / "model.safetensors").write_bytes(b"weights")
     (folder / "global_step1").mkdir(exist_ok=True)
     (folder / "global_step1" / "rank0.pt").write_bytes(b"moments")
     checkpoint.write_json(folder / checkpoint.STATE, {"step": step})
-    checkpoint.complete(folder, step)
+    checkpoint.complete(folder, step, run)
     return folder
 
 
@@ -357,7 +358,45 @@ def test_a_folder_cut_short_while_its_marker_was_written_can_be_written_again(tm
     assert checkpoint.why_invalid(write_checkpoint(folder)) is None
 
 
-def test_the_newest_valid_one_counts_by_step(tmp_path):
+def test_the_newest_valid_one_is_the_one_written_last_and_higher_steps_are_named(tmp_path, caplog):
+    for step, run in ((2, "old"), (4, "old"), (6, "new"), (2, "new"), (3, "new")):
+        write_checkpoint(tmp_path / f"checkpoint-{step}", step, run)
+    assert checkpoint.newest_valid(tmp_path).name == "checkpoint-3"
+    assert [record.getMessage().split(" by ")[1] for record in caplog.records] == [
+        "this run before it went back: give its path to go on from it.",
+        "another run: give its path to go on from it.",
+    ]
+
+
+def test_what_is_written_later_is_newer_also_when_the_clock_was_set_back(tmp_path, monkeypatch):
+    for step, clock in ((4, 2e9), (2, 1e9), (3, 1e9)):
+        monkeypatch.setattr(checkpoint.time, "time", lambda clock=clock: clock)
+        write_checkpoint(tmp_path / f"checkpoint-{step}", step)
+        assert checkpoint.newest_valid(tmp_path).name == f"checkpoint-{step}"
+
+
+def test_the_files_times_decide_nothing(tmp_path):
+    for step in (2, 1):
+        write_checkpoint(tmp_path / f"checkpoint-{step}", step)
+    for path in (tmp_path / "checkpoint-2").rglob("*"):
+        os.utime(path, (3e9, 3e9))
+    assert checkpoint.newest_valid(tmp_path).name == "checkpoint-1"
+
+
+def test_markers_without_a_time_count_by_step_and_are_older(tmp_path):
+    def age(folder):
+        marker = checkpoint.read_json(folder / checkpoint.MARKER)
+        (folder / checkpoint.MARKER).write_text(json.dumps({k: marker[k] for k in ("format", "files")}))
+
+    for step in (10, 9):
+        age(write_checkpoint(tmp_path / f"checkpoint-{step}", step))
+    assert checkpoint.newest_valid(tmp_path).name == "checkpoint-10"
+    assert checkpoint.run_of(tmp_path / "checkpoint-10") is None
+    write_checkpoint(tmp_path / "checkpoint-1")
+    assert checkpoint.newest_valid(tmp_path).name == "checkpoint-1"
+
+
+def test_the_newest_valid_one_is_not_one_without_a_marker(tmp_path):
     for step in (8, 9, 10, 11):
         write_checkpoint(tmp_path / f"checkpoint-{step}", step)
     (tmp_path / "checkpoint-11" / checkpoint.MARKER).unlink()

@@ -9,10 +9,11 @@ from trl_a3po.config import A3POConfig
 from trl_a3po.report.timeline import NAME, Timeline
 
 
-def begin_timeline(args: A3POConfig, version: int, resumed: bool) -> Timeline:
-    """The timeline of a run that begins, or goes on, at `version`."""
+def begin_timeline(args: A3POConfig, run: str | None, version: int, resumed: bool) -> Timeline:
+    """The timeline of `run`, which begins, or goes on, at `version`."""
     return Timeline(
         Path(args.output_dir) / NAME,
+        run=run,
         version=version,
         resumed=resumed,
         schedule=args.schedule,

@@ -6,8 +6,8 @@ main process; a file that cannot be written costs the timeline, with a warning, 
 
 All times are in seconds since 1970; what a run has no number for is `null`. The kinds of lines:
 
-- `start`: a process begins to train at `version`, `resumed` or not, with `groups_per_batch`, `num_generations`,
-  `max_staleness` and `schedule`;
+- `start`: a process begins to train `run`, a name that a resumed run keeps, at `version`, `resumed` or not, with
+  `groups_per_batch`, `num_generations`, `max_staleness` and `schedule`;
 - `group`: an attempt at a prompt ended (see `trl_a3po.rollout.outcomes.Attempt`);
 - `engine_start`, `publish`, `take`, `evaluation`, `step`: from `began` to `ended`, at `version` (of a step: the one it
   made). A take lasts as long as the trainer waits; the time of a step that is in no other line is training;
@@ -123,7 +123,8 @@ def read_timeline(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
     """The lines of a run, in the order they were written: `pandas.DataFrame(read_timeline(run, "group"))`.
 
     Of a run that was resumed, what an earlier process did after the checkpoint that the next one went on from is left
-    out, so that every prompt of an epoch was trained once; of several runs in one folder, all but the last.
+    out, so that every prompt of an epoch was trained once; of several runs in one folder, all but the one that went on
+    last.
 
     Args:
         run: the run's `output_dir`, or its `timeline.jsonl`.
@@ -138,10 +139,19 @@ def read_timeline(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"{run} holds no {NAME}: name the output_dir of a run.")
     lineage: list[dict[str, Any]] = []
+    name: str | None = None  # of the run
+    lineages: dict[str | None, list[dict[str, Any]]] = {}
+    saved: dict[tuple[str | None, int], tuple[list[dict[str, Any]], int]] = {}  # a run's checkpoints, and lines so far
     for line in _lines(path):
         if line["kind"] == "start":
-            lineage = _until_checkpoint(lineage, line["version"]) if line["resumed"] else []
+            name, known = line.get("run"), []
+            if line["resumed"]:  # all of the run where no line says when the checkpoint was saved
+                lines, count = saved.get((name, line["version"]), (lineages.get(name, []), None))
+                known = lines[:count]
+            lineage = lineages[name] = known
         lineage.append(line)
+        if line["kind"] == "checkpoint":
+            saved[name, line["version"]] = lineage, len(lineage)
     return [line for line in lineage if not kinds or line["kind"] in kinds]
 
 
@@ -154,14 +164,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             cut_by_a_kill = number == len(lines) or lines[number].startswith('{"kind": "start"')
             if not cut_by_a_kill:
                 raise ValueError(f"Line {number} of {path} is not JSON ({error}): name a {NAME}.") from error
-
-
-def _until_checkpoint(lines: list[dict[str, Any]], version: int) -> list[dict[str, Any]]:
-    """What had happened when the checkpoint of `version` was saved; all of it where no line says when."""
-    for at in reversed(range(len(lines))):
-        if lines[at]["kind"] == "checkpoint" and lines[at]["version"] == version:
-            return lines[: at + 1]
-    return lines
 
 
 def _plain(value: Any) -> Any:

@@ -2,13 +2,16 @@
 
 Guarantees: every file written here appears whole under its name or not at all; the marker names every file of the
 folder with its size and is written after all of them are on the disk, so a folder that was cut short, or lost or
-shortened a file later, is never taken for valid; JSON and safetensors are the only formats.
+shortened a file later, is never taken for valid; it also says whose run it is and when it was written: later, by its
+word, than all that was written into the `output_dir` before, whatever the clock says; JSON and safetensors are the
+only formats.
 """
 
 import json
 import logging
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ STATE = "a3po_state.json"
 GROUPS = "a3po_groups.safetensors"
 MARKER = "a3po_complete.json"
 FORMAT = 2
+LEAST_LATER = 0.001  # seconds
 
 
 def batch_file(rank: int) -> str:
@@ -54,13 +58,16 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     _write(path, safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
 
 
-def complete(folder: Path, policy_version: int) -> None:
-    """Declare `folder` a valid checkpoint: all that is in it now reaches the disk, then the marker is written."""
+def complete(folder: Path, policy_version: int, run: str | None = None) -> None:
+    """Declare `folder` a valid checkpoint of `run`: all that is in it reaches the disk, then the marker is written."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in [*files, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
         _sync(path)
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-    write_json(folder / MARKER, {"format": FORMAT, "policy_version": policy_version, "files": sizes})
+    before = [_marker(path).get("written", 0.0) for path in checkpoints(folder.parent)]
+    written = max([time.time(), *(moment + LEAST_LATER for moment in before)])
+    marker = {"format": FORMAT, "policy_version": policy_version, "run": run, "written": written, "files": sizes}
+    write_json(folder / MARKER, marker)
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -94,30 +101,44 @@ def why_invalid(folder: Path) -> str | None:
 
 
 def newest_valid(output_dir: Path) -> Path:
-    """The valid checkpoint of the highest step in `output_dir`; a later one that is not valid is named in a warning.
+    """The valid checkpoint in `output_dir` that was written last, by what the markers say. Warnings name those that
+    are not valid, and those of higher steps, of another run or of this one before it went back.
 
     Raises:
         ValueError: there is none; the message says what is wrong with each that is there.
     """
-    problems = []
-    for folder in reversed(checkpoints(output_dir)):
-        problem = why_invalid(folder)
-        if problem is None:
-            for passed in problems:
-                logger.warning("Not resuming from the newest checkpoint: %s.", passed)
-            return folder
-        problems.append(f"{folder} {problem}")
-    raise ValueError(
-        f"resume_from_checkpoint=True finds no valid checkpoint in output_dir={str(output_dir)!r}: "
-        f"{'; '.join(problems) or 'there is none at all'}. Leave it out to start from the beginning, or give the path "
-        "of a checkpoint."
-    )
+    found = {folder: why_invalid(folder) for folder in reversed(checkpoints(output_dir))}
+    problems = [f"{folder} {problem}" for folder, problem in found.items() if problem is not None]
+    valid = [folder for folder, problem in found.items() if problem is None]
+    if not valid:
+        raise ValueError(
+            f"resume_from_checkpoint=True finds no valid checkpoint in output_dir={str(output_dir)!r}: "
+            f"{'; '.join(problems) or 'there is none at all'}. Leave it out to start from the beginning, or give the "
+            "path of a checkpoint."
+        )
+    newest = max(valid, key=lambda folder: (_marker(folder).get("written", 0.0), _step(folder)))
+    for problem in problems:
+        logger.warning("Not resuming from a checkpoint that is not valid: %s.", problem)
+    for other in valid:
+        if _step(other) > _step(newest):
+            logger.warning(
+                "Not resuming from %s, which was written before %s, by %s: give its path to go on from it.",
+                other,
+                newest.name,
+                "another run" if run_of(other) != run_of(newest) else "this run before it went back",
+            )
+    return newest
+
+
+def run_of(folder: Path) -> str | None:
+    """The run that wrote the valid checkpoint `folder`; `None` of one from before runs had names."""
+    return _marker(folder).get("run")
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The folders `checkpoint-<step>` in `output_dir`, by step."""
-    steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in output_dir.glob("checkpoint-*")}
-    return sorted((path for path in steps if steps[path] and path.is_dir()), key=lambda path: int(steps[path][1]))
+    found = (path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
+    return sorted((path for path in found if path.is_dir()), key=_step)
 
 
 def read_json(path: Path) -> Any:
@@ -126,6 +147,19 @@ def read_json(path: Path) -> Any:
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(path)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("checkpoint-"))
+
+
+def _marker(folder: Path) -> dict[str, Any]:
+    """Nothing where it cannot be read: `why_invalid` says why."""
+    try:
+        marker = json.loads((folder / MARKER).read_text())
+    except (OSError, ValueError):
+        return {}
+    return marker if isinstance(marker, dict) else {}
 
 
 # --- the steps they are made of -----------------------------------------------------------------------------------

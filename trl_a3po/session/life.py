@@ -19,7 +19,7 @@ from trl_a3po.session.engine import build_engine, engine_dtype, sampling_setting
 from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evaluation_prompts
 from trl_a3po.session.prompts import prompt_rows, tokenize_prompt
 from trl_a3po.session.queue import build_queue
-from trl_a3po.session.resuming import RunState
+from trl_a3po.session.resuming import RunState, new_run
 from trl_a3po.session.rewards import PublishedStates, build_scorer
 
 
@@ -44,7 +44,8 @@ class Session:
         self._evaluation = EvaluationScores()
         self.evaluation_noise = FIRST_NOISE_KEY
         self._delivery: DeliveryCheck | None = None
-        self.timeline = begin_timeline(args, version, resumed=resumed is not None)
+        self.run = new_run() if resumed is None else resumed.run
+        self.timeline = begin_timeline(args, self.run, version, resumed=resumed is not None)
         first_row = 0 if resumed is None else resumed.queue.first_row
         prompts = PromptStream(prompt_rows(trainer, first_row), lambda row: tokenize_prompt(trainer, row), first_row)
         self.engine = build_engine(args, trainer.accelerator.device)

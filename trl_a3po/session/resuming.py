@@ -5,6 +5,7 @@ groups come when is refused by name.
 """
 
 import logging
+import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class RunState:
     """A run between two optimizer steps, without what the `Trainer` saves itself.
 
     Args:
+        run: the name it goes on under; `None` of one from before runs had names.
         queue: the queue's state.
         micro_steps: micro-steps trained so far.
         publishes_counted_from: the version `weight_sync_steps` counts from.
@@ -34,6 +36,7 @@ class RunState:
         logs: the completions of that batch, as TRL's table shows them.
     """
 
+    run: str | None
     queue: QueueState
     micro_steps: int
     publishes_counted_from: int
@@ -61,6 +64,24 @@ def choose_checkpoint(resume_from_checkpoint: bool | str, output_dir: str) -> Pa
     return folder
 
 
+def warn_of_earlier_runs(output_dir: str) -> None:
+    """Say that a run which starts from the beginning shares `output_dir` with checkpoints of earlier ones."""
+    found = [path.name for path in checkpoint.checkpoints(Path(output_dir)) if checkpoint.why_invalid(path) is None]
+    if found:
+        logger.warning(
+            "output_dir=%r holds %s of an earlier run, and this one starts from the beginning, as "
+            "resume_from_checkpoint is not set. Until it has saved a checkpoint of its own, "
+            "resume_from_checkpoint=True goes on with the earlier run: set another output_dir to keep the two apart.",
+            output_dir,
+            ", ".join(found),
+        )
+
+
+def new_run() -> str:
+    """The name of a run, by which its checkpoints and its lines of the timeline are told from another's."""
+    return uuid.uuid4().hex
+
+
 def load_run(trainer, folder: Path) -> RunState:
     """What `save_run` wrote, for a trainer that is about to go on from `folder`.
 
@@ -84,6 +105,7 @@ def load_run(trainer, folder: Path) -> RunState:
         queue = replace(queue, outstanding=[replace(item, score=None) for item in queue.outstanding])
     takes = -(-values["micro_steps"] // trainer.args.micro_steps_per_take)  # as this run's schedule counts them
     run = RunState(
+        run=checkpoint.run_of(folder),
         queue=replace(queue, next_take=takes),
         micro_steps=values["micro_steps"],
         publishes_counted_from=values["publishes_counted_from"],
@@ -193,4 +215,4 @@ def _plain_run(trainer, folder: Path) -> RunState:
         outcomes=Outcomes(0, 0, {}, {}, 0, 0),
         outstanding=[],
     )
-    return RunState(queue, micro_steps, publishes_counted_from=version)
+    return RunState(new_run(), queue, micro_steps, publishes_counted_from=version)

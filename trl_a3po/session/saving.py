@@ -14,7 +14,6 @@ from datasets import IterableDataset
 from safetensors import SafetensorError
 from transformers import TrainingArguments
 
-from trl_a3po.distributed.team import Team
 from trl_a3po.errors import A3POError, CheckpointError
 from trl_a3po.rollout import checkpoint
 from trl_a3po.rollout.queue_state import encode_state
@@ -23,18 +22,19 @@ WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, TypeError)  # of json, t
 
 
 @contextmanager
-def written_whole(team: Team, folder: Path, policy_version: int) -> Iterator[None]:
+def written_whole(trainer, folder: Path) -> Iterator[None]:
     """Inside, `folder` is being written, by every process of the run, and not valid; afterwards it is complete and
     says so.
 
     Raises:
         CheckpointError: something could not be written.
     """
+    team, policy_version = trainer._team, trainer.state.global_step
     try:
         team.lead(lambda: checkpoint.begin(folder))
         yield
         team.barrier()
-        team.lead(lambda: checkpoint.complete(folder, policy_version))
+        team.lead(lambda: checkpoint.complete(folder, policy_version, trainer._session.run))
     except A3POError:
         raise
     except WRITE_ERRORS as error:
