@@ -110,7 +110,7 @@ def test_a_run_whose_only_server_was_started_again_sends_it_the_weights_it_train
         peft_config=None,
     )
     trainer.train()
-    check_groups(trainer, range(5))
+    check_groups(trainer.groups, range(5))
     assert back[0].calls.count("/finish_weight_update") == 3  # of version 2 again, and of 3 and 4
 
 
