@@ -176,7 +176,8 @@ def test_the_bars_of_a_run_add_up_to_its_step_time():
 
 
 def test_the_labels_of_runs_that_end_alike_stay_within_their_panel():
-    figure = runs_figure([(name, run_history(10)) for name in "abcd"])
+    alike = [{"a3po/staleness/mean": 1.5 + run / 100} for run in range(4)]
+    figure = runs_figure([(name, run_history(10, **changes)) for name, changes in zip("abcd", alike, strict=True)])
     staleness = next(axes for axes in figure.axes if axes.get_title(loc="left") == "Staleness")
     heights = [text.xy[1] for text in staleness.texts if text.get_text().replace(".", "").isdigit()]
     assert len(heights) == 4 and all(0 <= height <= staleness.get_ylim()[1] for height in heights)

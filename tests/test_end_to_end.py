@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from tests.engines.running import until
 from tests.runs import TakeRecorder
 from tests.tiny import save_tiny_model, tiny_prompts
 from trl_a3po import A3POConfig
@@ -27,6 +28,9 @@ class KeepVersions(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.keep(state.global_step, model)
+        if state.global_step == 1 and args.schedule == "async" and args.max_steps > 3:
+            # So the next two batches are of version 0 on any machine.
+            until(lambda: self.trainer._session.queue.status().ready >= 4)
 
 
 def reward(completion_ids, **kwargs):
@@ -62,6 +66,7 @@ def train(tmp_path, *, peft_config=None, **settings):
         peft_config=peft_config,
         callbacks=[versions],
     )
+    versions.trainer = trainer
     trainer.train()
     return trainer, versions.states
 
