@@ -63,7 +63,7 @@ def test_an_adapter_on_four_bits_trains_asynchronously_and_the_engine_follows(mo
     # TRL trains the adapter of a quantised model in bfloat16; the replica here computes with it in float32.
     assert max(logged(trainer, "a3po/delivery/gap")) < 2e-3
     assert 0 < max(logged(trainer, "a3po/engine_gap/mean")) < 2e-3
-    assert max(logged(trainer, "a3po/staleness/max")) == 2
+    assert max(logged(trainer, "a3po/staleness/max")) <= 2
 
 
 def test_a_resumed_run_trains_the_adapter_in_the_same_dtype(model_path, tmp_path):
