@@ -7,6 +7,7 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.engines.running import until
 from tests.tiny import VOCAB, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer, Group
 from trl_a3po.testing import StubEngine, scripted_completion
@@ -69,6 +70,23 @@ class GradientRecorder(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         named = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         self.gradients.append(named)
+
+
+class RunsAhead(TrainerCallback):
+    """Has the trainer wait after its first optimizer step until `groups` are ready, so that how stale the next batches
+    are does not depend on the machine.
+
+    Args:
+        groups: how many; no more than the run still trains on.
+    """
+
+    def __init__(self, trainer: A3POTrainer, groups: int):
+        self.trainer = trainer
+        self.groups = groups
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            until(lambda: self.trainer._session.queue.status().ready >= self.groups)
 
 
 class TakeRecorder(A3POTrainer):

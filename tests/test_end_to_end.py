@@ -7,8 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from tests.engines.running import until
-from tests.runs import TakeRecorder
+from tests.runs import RunsAhead, TakeRecorder
 from tests.tiny import save_tiny_model, tiny_prompts
 from trl_a3po import A3POConfig
 from trl_a3po.testing import completion_logps
@@ -28,9 +27,6 @@ class KeepVersions(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.keep(state.global_step, model)
-        if state.global_step == 1 and args.schedule == "async" and args.max_steps > 3:
-            # So the next two batches are of version 0 on any machine.
-            until(lambda: self.trainer._session.queue.status().ready >= 4)
 
 
 def reward(completion_ids, **kwargs):
@@ -66,7 +62,8 @@ def train(tmp_path, *, peft_config=None, **settings):
         peft_config=peft_config,
         callbacks=[versions],
     )
-    versions.trainer = trainer
+    if args.schedule == "async" and args.max_steps > 3:
+        trainer.add_callback(RunsAhead(trainer, 4))  # so the next two batches are of version 0
     trainer.train()
     return trainer, versions.states
 

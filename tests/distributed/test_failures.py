@@ -10,7 +10,7 @@ from tests.distributed.launch import launch
 from tests.tiny import save_tiny_model
 
 MODULE = "tests.distributed.failing"
-LIMIT = 200  # seconds, most of them for the start of two processes on a busy machine
+LIMIT = 120  # seconds, most of them for the start of two processes on a busy machine
 
 
 @pytest.mark.parametrize(

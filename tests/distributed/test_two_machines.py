@@ -11,7 +11,7 @@ from tests.tiny import save_tiny_model
 
 RUNS = "tests.distributed.runs"
 FAILING = "tests.distributed.failing"
-LIMIT = 200  # seconds, most of them for the start of two processes on a busy machine
+LIMIT = 120  # seconds, most of them for the start of two processes on a busy machine
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from trl_a3po.engines.embedded.engine import TransformersEngine
 from trl_a3po.engines.protocol import EngineEvent
 from trl_a3po.publish.collect import collect_weights, policy_spec
 
-LIMIT = 180.0  # seconds: a machine may be busy
+LIMIT = 60.0
 
 
 def started(model, max_new_tokens: int, **changes) -> TransformersEngine:

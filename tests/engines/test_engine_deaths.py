@@ -203,7 +203,7 @@ def script(*arguments: str, **options) -> subprocess.Popen:
 
 def test_a_script_without_a_main_guard_samples_from_a_class_of_its_own_and_may_forget_to_close(tmp_path):
     path = tmp_path / "train.py"
-    path.write_text(SCRIPT + "print(engine.wait(180.0)[0].rollouts[0].token_ids)\n")
+    path.write_text(SCRIPT + "print(engine.wait(60.0)[0].rollouts[0].token_ids)\n")
     process = script(str(path), "4", cwd=tmp_path)
     output, _ = process.communicate(timeout=LIMIT)
     pid, tokens = output.splitlines()
@@ -214,7 +214,7 @@ def test_a_script_without_a_main_guard_samples_from_a_class_of_its_own_and_may_f
 
 def test_a_killed_trainer_from_standard_input_takes_its_worker_with_it():
     process = script("-", "8000", stdin=subprocess.PIPE)
-    process.stdin.write(SCRIPT + "engine.wait(180.0)\n")
+    process.stdin.write(SCRIPT + "engine.wait(60.0)\n")
     process.stdin.close()
     pid = int(process.stdout.readline())
     assert not is_gone(pid)

@@ -12,13 +12,12 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trl_a3po.forward.attention import plain_implementation
 from trl_a3po.publish.parts import Part, whole_update
 from trl_a3po.publish.policy import PolicySpec, WeightUpdate
-from trl_a3po.publish.quantised import dequantised, drop_quantisation, is_quantised
+from trl_a3po.publish.quantised import dequantised, drop_quantisation, is_quantised, owner
 from trl_a3po.publish.replica import named_weights
 
 
@@ -67,7 +66,7 @@ def policy_parts(model: PreTrainedModel | PeftModel) -> dict[str, Part]:
     others = _other_adapters(model)
     weights = {name: weight for name, weight in named_weights(model).items() if not _belongs(name, others)}
     return {
-        name: dequantised(_owner(model, name)) if is_quantised(weight) else Part.as_it_is(weight)
+        name: dequantised(owner(model, name)) if is_quantised(weight) else Part.as_it_is(weight)
         for name, weight in weights.items()
     }
 
@@ -96,11 +95,6 @@ def active_adapter(model: PeftModel) -> str:
             "`model.set_adapter(name)` first."
         )
     return adapters[0]
-
-
-def _owner(model: nn.Module, name: str) -> nn.Module:
-    """The module whose parameter `name` is."""
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _other_adapters(model: PreTrainedModel | PeftModel) -> set[str]:

@@ -29,7 +29,12 @@ def keep_trainable(model: nn.Module) -> None:
                     f"{name!r} was repacked for inference by bitsandbytes, because the model ran in eval mode on the "
                     "CPU: load the model again, and build the trainer before it generates."
                 )
-            model.get_submodule(name.rpartition(".")[0]).support_avx512bf16_for_cpu = False
+            owner(model, name).support_avx512bf16_for_cpu = False
+
+
+def owner(model: nn.Module, name: str) -> nn.Module:
+    """The module whose parameter `name` is."""
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def is_quantised(weight: torch.Tensor) -> bool:
@@ -50,7 +55,8 @@ def dtypes_kept(model: nn.Module) -> Iterator[None]:
     before = {name: weight.dtype for name, weight in model.named_parameters() if weight.requires_grad}
     yield
     for name, weight in model.named_parameters():
-        weight.data = weight.data.to(before.get(name, weight.dtype))
+        if weight.dtype != before.get(name, weight.dtype):
+            weight.data = weight.data.to(before[name])
 
 
 def drop_quantisation(config: PreTrainedConfig) -> None:
