@@ -2,13 +2,15 @@
 
     python recipes/benchmarks/many_gpus.py --arms 1+1 3+1 2+2 3z+1          # all arms, one after the other
     python recipes/benchmarks/many_gpus.py --arms 3z+1 3z:grpo 3z:grpo:lora # ZeRO-3 beside GRPOTrainer's
+    python recipes/benchmarks/many_gpus.py --arms 2 2z 2z:grpo 2z:lora      # the same on 2 GPUs
     python recipes/benchmarks/many_gpus.py --shape tiny --arms 1+1 --cpu    # to try the script
 
-An arm `3z+1` trains on 3 GPUs with ZeRO-3 and generates on 1 more; without the `z` it is DDP. After it, `:lora` trains
-a rank-16 adapter, `:padded` pads as TRL does, and `3z:grpo` is GRPOTrainer on 3 GPUs, which is handed completions of
-the same lengths, so that its step is training alone: hold it against `train`. Random weights of the shape, bf16,
-completions of equal length. `idle` are the shares of a step in which the trainer waits for rollouts and in which the
-engine waits for admission; `gathers` are ZeRO-3's collectives for weights in a step.
+An arm `3z+1` trains on 3 GPUs with ZeRO-3 and generates on 1 more; without the `z` it is DDP, and `3z` generates on
+the first of its GPUs while training waits (`schedule="sync"`). After it, `:lora` trains a rank-16 adapter, `:padded`
+pads as TRL does, and `3z:grpo` is GRPOTrainer on 3 GPUs, which is handed completions of the same lengths, so that its
+step is training alone: hold it against `train`. Random weights of the shape, bf16, completions of equal length. `idle`
+are the shares of a step in which the trainer waits for rollouts and in which the engine waits for admission; `gathers`
+are ZeRO-3's collectives for weights in a step.
 """
 
 import argparse
@@ -25,6 +27,7 @@ SHAPES = {  # layers, hidden, intermediate, heads, key-value heads, tied embeddi
     "small": (2, 256, 512, 2, 1, False),
     "0.6b": (28, 1024, 3072, 16, 8, True),
     "1.5b": (28, 1536, 8960, 12, 2, True),
+    "4b": (36, 2560, 9728, 32, 8, True),
     "8b": (36, 4096, 12288, 32, 8, False),
     "14b": (40, 5120, 17408, 40, 8, False),
     "32b": (64, 5120, 25600, 64, 8, False),
@@ -104,10 +107,7 @@ def train(arguments) -> None:
         args = A3POConfig(
             **settings,
             generation_kwargs={"min_new_tokens": arguments.tokens},
-            max_staleness=2,
-            engine_device=["cpu"] * arm.generates
-            if cpu
-            else [f"cuda:{arm.trains + number}" for number in range(arm.generates)],
+            **generating(arm, cpu),
             engine_slots=arguments.slots,
             engine_dtype="float32" if cpu else "bfloat16",
             packed_forward="off" if "padded" in arm.options else "auto",
@@ -148,6 +148,14 @@ def train(arguments) -> None:
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
     }
     end_arm(arguments, result)
+
+
+def generating(arm: Arm, cpu: bool) -> dict:
+    """Settings of where and when an arm generates."""
+    if not arm.generates:
+        return {"engine_device": "cpu" if cpu else "cuda:0", "schedule": "sync"}
+    devices = ["cpu" if cpu else f"cuda:{arm.trains + number}" for number in range(arm.generates)]
+    return {"engine_device": devices, "max_staleness": 2}
 
 
 def engine_side(history: list[dict[str, float]], seconds: float) -> dict[str, float]:

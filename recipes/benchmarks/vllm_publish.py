@@ -1,10 +1,11 @@
 """Training with engine="vllm": what a publish costs, by each way, and where the seconds of a step go.
 
     python recipes/benchmarks/vllm_publish.py --arms nccl disk lora grpo      # on 2 GPUs: one trains, one generates
-    python recipes/benchmarks/vllm_publish.py --arms ipc disk:1 lora:1        # on 1 GPU, for both
+    python recipes/benchmarks/vllm_publish.py --arms ipc disk:1 lora:1 grpo:1 # on 1 GPU, for both
     python recipes/benchmarks/vllm_publish.py --shape small --cpu --arms disk lora --vllm_python PYTHON   # to try it
 
-`nccl`, `ipc` and `disk` send whole weights, `lora` a rank-16 adapter; `grpo` is GRPOTrainer with the same server.
+`nccl`, `ipc` and `disk` send whole weights, `lora` a rank-16 adapter; `grpo` is GRPOTrainer with the same server, and
+`grpo:1` with vLLM in its own process (`vllm_mode="colocate"`).
 Random weights of the shape, bf16, completions of equal length. Each arm runs in a process of its own, with a time
 limit, and starts its own server; the servers' logs are shown where one fails.
 """
@@ -12,6 +13,8 @@ limit, and starts its own server; the servers' logs are shown where one fails.
 import argparse
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -118,39 +121,25 @@ def train_a3po(arguments, way: str, one_gpu: bool) -> dict[str, float]:
     }
 
 
-def train_grpo(arguments) -> dict[str, float]:
-    """GRPOTrainer's server mode, timed from outside."""
+def train_grpo(arguments, one_gpu: bool) -> dict[str, float]:
+    """GRPOTrainer with vLLM, timed from outside."""
     from trl import GRPOConfig, GRPOTrainer
-
-    from trl_a3po.engines.vllm.process import ServerProcess
-    from trl_a3po.engines.vllm.startup import Needs
 
     tokenizer, steps, syncs, generations = word_tokenizer(), [], [], []
     model = random_model(arguments.shape, len(tokenizer), torch.bfloat16, False)
-    folder = Path(arguments.folder)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    folder = Path(arguments.folder) / "model"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    model.name_or_path = str(folder)
     context = 2 * arguments.prompt_tokens + arguments.tokens
-    needs = Needs(
-        str(folder / "model"),
-        "bfloat16",
-        context,
-        context,
-        ("processed_logprobs",),
-        transfer="nccl",
-        options={"--max-logprobs": "-1"},
-    )
-    server = ServerProcess(
-        arguments.vllm_python, needs, torch.device("cuda:1"), folder / "server.log", threads=None, max_restarts=0
-    )
-    server.start()
-    try:
-        server.wait_until_ready(arguments.limit)
+    with nullcontext() if one_gpu else serving(arguments, folder, context) as url:
         args = GRPOConfig(
             **common(arguments),
             use_vllm=True,
-            vllm_mode="server",
-            vllm_server_base_url=server.server.url,
+            vllm_mode="colocate" if one_gpu else "server",
+            vllm_server_base_url=url,
+            vllm_gpu_memory_utilization=0.4,
+            vllm_max_model_length=context,
             generation_kwargs={"ignore_eos": True},
         )
         trainer = GRPOTrainer(
@@ -165,8 +154,6 @@ def train_grpo(arguments) -> dict[str, float]:
         generation.sync_weights = timed(generation.sync_weights, syncs)
         generation.generate = timed(generation.generate, generations)
         trainer.train()
-    finally:
-        server.stop()
     seconds, sync = mean(steps[WARM:]), mean(syncs[WARM:])
     tokens = arguments.completions * arguments.tokens
     return {
@@ -179,6 +166,31 @@ def train_grpo(arguments) -> dict[str, float]:
         "trainer idle": mean(generations[WARM:]) / seconds,
         "engine blocked": 1.0 - mean(generations[WARM:]) / seconds,
     }
+
+
+@contextmanager
+def serving(arguments, folder: Path, context: int) -> Iterator[str]:
+    """The URL of a server on the second GPU that GRPOTrainer can send weights to."""
+    from trl_a3po.engines.vllm.process import ServerProcess
+    from trl_a3po.engines.vllm.startup import Needs
+
+    needs = Needs(
+        str(folder),
+        "bfloat16",
+        context,
+        context,
+        ("processed_logprobs",),
+        transfer="nccl",
+        options={"--max-logprobs": "-1"},
+    )
+    log = folder.parent / "server.log"
+    server = ServerProcess(arguments.vllm_python, needs, torch.device("cuda:1"), log, threads=None, max_restarts=0)
+    server.start()
+    try:
+        server.wait_until_ready(arguments.limit)
+        yield server.server.url
+    finally:
+        server.stop()
 
 
 def timed(function, seconds: list[float]):
@@ -195,8 +207,8 @@ def timed(function, seconds: list[float]):
 
 def train(arguments) -> None:
     way, _, gpus = arguments.arm.partition(":")
-    result = train_grpo(arguments) if way == "grpo" else train_a3po(arguments, way, gpus == "1" or way == "ipc")
-    end_arm(arguments, result)
+    one_gpu = gpus == "1" or way == "ipc"
+    end_arm(arguments, train_grpo(arguments, one_gpu) if way == "grpo" else train_a3po(arguments, way, one_gpu))
 
 
 def main():
