@@ -122,7 +122,8 @@ class A3POConfig(GRPOConfig):
         vllm_weight_transfer (`str`, *optional*, defaults to `"auto"`):
             How whole weights reach the servers: `"disk"`, `"nccl"` (from the trainer's GPU to others), `"ipc"` (CUDA
             IPC, on the trainer's GPU itself), or `"auto"`, which is the one of these two that the servers were started
-            for where that is possible, and NCCL for a server started here on another GPU. An adapter goes by disk.
+            for where that is possible; a server started here takes CUDA IPC on the trainer's GPU, and NCCL on another
+            where vLLM is installed beside the trainer. An adapter goes by disk.
         vllm_weights_dir (`str`, *optional*):
             Folder for weights on their way to the servers, which must be able to read it. By default
             `output_dir/vllm`.
@@ -348,8 +349,8 @@ class A3POConfig(GRPOConfig):
         metadata={
             "help": "How whole weights reach the vLLM servers: 'disk', 'nccl' (from the trainer's GPU to others), "
             "'ipc' (CUDA IPC, on the trainer's GPU itself), or 'auto', which is the one of these two that the servers "
-            "were started for where that is possible, and NCCL for a server started here on another GPU. An adapter "
-            "goes by disk.",
+            "were started for where that is possible; a server started here takes CUDA IPC on the trainer's GPU, and "
+            "NCCL on another where vLLM is installed beside the trainer. An adapter goes by disk.",
             "choices": list(CHOICES["vllm_weight_transfer"]),
         },
     )

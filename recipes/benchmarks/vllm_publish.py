@@ -11,6 +11,7 @@ limit, and starts its own server; the servers' logs are shown where one fails.
 """
 
 import argparse
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -184,7 +185,12 @@ def serving(arguments, folder: Path, context: int) -> Iterator[str]:
         options={"--max-logprobs": "-1"},
     )
     log = folder.parent / "server.log"
-    server = ServerProcess(arguments.vllm_python, needs, torch.device("cuda:1"), log, threads=None, max_restarts=0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = ServerProcess(
+        arguments.vllm_python, needs, torch.device("cuda:1"), log, threads=None, max_restarts=0, port=port
+    )
     server.start()
     try:
         server.wait_until_ready(arguments.limit)

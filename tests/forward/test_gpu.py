@@ -58,7 +58,9 @@ def test_a_window_slides_as_the_reference_does(window, monkeypatch):
     found = attended(FLASH, tensors, row, window)
     expected = attended(REFERENCE, [tensor.float() for tensor in tensors], row, window)
     for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.float() - theirs).norm() / theirs.norm() < 1e-2
+        # Seeing itself alone, a token's attention does not depend on its query and key: rounding is all there is.
+        scale = max(theirs.norm(), 0.01 * tensors[-1].float().norm())
+        assert (ours.float() - theirs).norm() < 1e-2 * scale
 
 
 def padded_logps(model, ids, mask, width, extra=0):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.launch import free_port
 from trl_a3po.engines.vllm.process import ServerProcess
 from trl_a3po.engines.vllm.startup import Needs
 
@@ -54,7 +55,9 @@ def serving(python: str, model: str, folder: Path, *, count: int = 1, **needs) -
     options = {"--max-num-seqs": "16"}
     needs = Needs(model, "float32", 512, 512, ("processed_logprobs",), options=options, **needs)
     servers = [
-        ServerProcess(python, needs, torch.device("cpu"), folder / f"log-{n}", threads=1, max_restarts=0)
+        ServerProcess(
+            python, needs, torch.device("cpu"), folder / f"log-{n}", threads=1, max_restarts=0, port=free_port()
+        )
         for n in range(count)
     ]
     try:

@@ -27,7 +27,7 @@ def facts(transfer, **changes) -> Facts:
 @pytest.mark.parametrize(
     ("setting", "trainer", "server", "backend"),
     [
-        ("auto", FIRST, FIRST, None),
+        ("auto", FIRST, FIRST, "ipc"),
         ("auto", FIRST, SECOND, "nccl"),
         ("auto", FIRST, CPU, None),
         ("auto", CPU, FIRST, None),
@@ -44,7 +44,7 @@ def test_a_server_is_started_for(vllm_here, setting, trainer, server, backend):
 
 def test_a_gpu_without_a_number_is_the_current_one(vllm_here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert link_to_start_for("auto", FIRST, torch.device("cuda")) is None
+    assert link_to_start_for("auto", FIRST, torch.device("cuda")) == "ipc"
     assert same_gpu(torch.device("cuda"), FIRST) and not same_gpu(torch.device("cuda"), SECOND)
 
 

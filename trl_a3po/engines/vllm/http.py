@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 CONNECT_LIMIT = 5.0
 _SHOWN = 400  # characters of an answer in an error
@@ -48,7 +48,8 @@ class Call:
     """One request to `base_url`, made when its answer is read; read it once.
 
     Args:
-        base_url: such as "http://localhost:8000", with or without a path below which the server answers.
+        base_url: such as "http://localhost:8000", with or without a path below which the server answers; or
+            "unix:///folder/socket".
         path: of the request, with its query.
         body: sent as JSON; `None` sends none.
         limit: seconds for all of it.
@@ -95,9 +96,8 @@ class Call:
 
     @contextlib.contextmanager
     def _answer(self) -> Iterator[http.client.HTTPResponse]:
-        url, deadline = urlsplit(self._base_url), time.monotonic() + self._limit
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(url.hostname, url.port, timeout=min(CONNECT_LIMIT, self._limit))
+        deadline = time.monotonic() + self._limit
+        connection, below = _connection(urlsplit(self._base_url), min(CONNECT_LIMIT, self._limit))
         try:
             connection.connect()
             self._socket = connection.sock
@@ -107,7 +107,7 @@ class Call:
             headers = {"Connection": "close", "Content-Type": "application/json"}
             if key := os.environ.get("VLLM_API_KEY"):
                 headers["Authorization"] = f"Bearer {key}"
-            connection.request(self._method, f"{url.path.rstrip('/')}{self._path}", self._body, headers)
+            connection.request(self._method, f"{below}{self._path}", self._body, headers)
             response = connection.getresponse()
             if response.status != 200:
                 shown = _shown(response.read().decode(errors="replace"))
@@ -127,6 +127,34 @@ class Call:
             connection.close()
             if self._socket is not None:
                 self._socket.close()
+
+
+def _connection(url: SplitResult, limit: float) -> tuple[http.client.HTTPConnection, str]:
+    """A connection to be made, and the path below which the server answers."""
+    if url.scheme == "unix":
+        return _UnixConnection(url.path, limit), ""
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    return kind(url.hostname, url.port, timeout=limit), url.path.rstrip("/")
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """Over the socket at `path` in the file system."""
+
+    def __init__(self, path: str, limit: float):
+        super().__init__("localhost", timeout=limit)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        deadline = time.monotonic() + self.timeout
+        while True:
+            try:
+                return self.sock.connect(self._path)
+            except BlockingIOError as error:  # a Unix socket does not wait where too many wait already
+                if time.monotonic() > deadline:
+                    raise TimeoutError from error
+                time.sleep(0.01)
 
 
 def fetch_json(base_url: str, method: str, path: str, body: Any = None, *, limit: float) -> Any:

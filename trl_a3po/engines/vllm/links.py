@@ -1,4 +1,4 @@
-"""Which way whole weights take to vLLM servers: NCCL to another GPU, CUDA IPC on the same one if asked for, or disk.
+"""Which way whole weights take to vLLM servers: NCCL to another GPU, CUDA IPC on the same one, or a file on disk.
 
 Guarantees: a way that was asked for is taken, or an error; with "auto", a way that servers were started for and that
 cannot be taken is said once.
@@ -31,8 +31,10 @@ def link_to_start_for(
     """
     if setting != "auto":
         return None if setting == "disk" else setting
-    if server is None or trainer.type != "cuda" or server.type != "cuda" or same_gpu(trainer, server):
-        return None  # on one GPU: CUDA IPC has to be asked for until it has been seen to work there
+    if server is None or trainer.type != "cuda" or server.type != "cuda":
+        return None
+    if same_gpu(trainer, server):
+        return "ipc"
     return "nccl" if _has_vllm() else None
 
 

@@ -105,7 +105,7 @@ class NcclTransfer:
     def _joined(self, member: Member) -> Any:
         """A group of this process, as rank 0, and the workers of a server."""
         workers = member.server.get("/get_world_size")["world_size"]
-        host = urlsplit(member.server.url).hostname
+        host = urlsplit(member.server.url).hostname or "localhost"  # of a socket in the file system
         rendezvous = {"master_address": _address_towards(host), "master_port": _free_port(), "rank_offset": 1}
         rendezvous["world_size"] = 1 + workers
         if self._packs_at_init:

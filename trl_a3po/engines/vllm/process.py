@@ -1,15 +1,17 @@
 """A vLLM server of our own: started, shown when it fails, started again when it dies, stopped with us.
 
-Guarantees: neither the server nor what it starts outlives this process, also when that is killed; its log is a file
-whose end is in every error; it inherits nothing of a distributed job's identity.
+Guarantees: neither the server nor what it starts outlives this process, also when that is killed; no other user of the
+machine reaches it, for its endpoints load weights and trust who calls; its log is a file whose end is in every error;
+it inherits nothing of a distributed job's identity.
 """
 
 import contextlib
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -35,21 +37,33 @@ class ServerProcess:
         log: file it prints to.
         threads: its CPU threads; `None` for those of the environment.
         max_restarts: times it is started again after it died.
+        port: of this machine, where it answers anyone; without it, at a socket in a folder of this user's alone.
     """
 
     def __init__(
-        self, python: str, needs: Needs, device: torch.device, log: Path, *, threads: int | None, max_restarts: int
+        self,
+        python: str,
+        needs: Needs,
+        device: torch.device,
+        log: Path,
+        *,
+        threads: int | None,
+        max_restarts: int,
+        port: int | None = None,
     ):
         self.restarts = 0
         self._max_restarts = max_restarts
         self._log = log
-        self._port = _free_port()
-        self.server = Server(f"http://127.0.0.1:{self._port}")
+        self._socket = _private_folder() / "vllm.sock" if port is None else None
+        if self._socket is None:
+            self.server, where = Server(f"http://127.0.0.1:{port}"), ("--host", "127.0.0.1", "--port", str(port))
+        else:
+            self.server, where = Server(f"unix://{self._socket}"), ("--uds", str(self._socket))
         model, *options = server_arguments(needs)
         self._command = [
             *(sys.executable, "-P", guard.__file__, str(os.getpid())),
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
-            *("--host", "127.0.0.1", "--port", str(self._port), *options),
+            *(*where, *options),
         ]
         self._environment = worker_environment(threads) | server_environment(needs)
         self._environment.pop("PYTHONPATH")  # of this interpreter, which need not be the server's
@@ -65,6 +79,8 @@ class ServerProcess:
         self._stopping = False
 
     def start(self) -> None:
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)  # of the one that died
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -105,15 +121,16 @@ class ServerProcess:
 
     def stop(self) -> None:
         self._stopping = True
-        if self._process is None or self._process.poll() is not None:
-            return
-        self._process.stdin.close()  # asks the guard to end everything
-        try:
-            self._process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        if self._process is not None and self._process.poll() is None:
+            self._process.stdin.close()  # asks the guard to end everything
+            try:
+                self._process.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        if self._socket is not None:
+            shutil.rmtree(self._socket.parent, ignore_errors=True)
 
     @property
     def pid(self) -> int:
@@ -127,10 +144,9 @@ class ServerProcess:
             return f"Its log, {self._log}, ends with:\n{file.read().decode(errors='replace').strip()}"
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def _private_folder() -> Path:
+    """A new one that only this user may enter, with a path short enough for a socket in it."""
+    return Path(tempfile.mkdtemp(prefix="a3po-", dir="/tmp" if len(tempfile.gettempdir()) > 70 else None))
 
 
 def _physical(device: torch.device) -> str:
