@@ -16,8 +16,12 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from trl_a3po.engines.vllm.framing import dechunked, lines_of
+
 CONNECT_LIMIT = 5.0
 _SHOWN = 400  # characters of an answer in an error
+_MOST = 1 << 16  # bytes read at a time
+_EVENT_LINES = (b"data: ", b":")  # the second begins a comment, such as a proxy sends to keep a connection alive
 
 
 class HttpFault(Exception):
@@ -69,17 +73,23 @@ class Call:
         with self._answer() as response:
             return response.read().decode(errors="replace")
 
-    def events(self) -> Iterator[str]:
-        """The data of each server-sent event, until "[DONE]"; a stream that ends before that raises."""
+    def events(self) -> Iterator[list[bytes]]:
+        """The data of server-sent events, those that have come at a time, until "[DONE]"; a stream that ends before
+        that raises."""
         with self._answer() as response:
-            while line := response.readline():
-                data = line.decode(errors="replace").strip()
-                if data == "data: [DONE]":
+            for lines in lines_of(self._body_of(response)):
+                wrong = next((line for line in lines if not line.startswith(_EVENT_LINES)), None)
+                if wrong is not None:
+                    lines = lines[: lines.index(wrong)]
+                found = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
+                done = found[-1:] == [b"[DONE]"]
+                if found := found[:-1] if done else found:
+                    yield found
+                if done:
                     return
-                if data:
-                    if not data.startswith("data: "):
-                        raise AnswerFault(f"{self.named} did not send an event of a stream{_shown(data)}.")
-                    yield data.removeprefix("data: ")
+                if wrong is not None:
+                    shown = shown_of(wrong.decode(errors="replace"))
+                    raise AnswerFault(f"{self.named} did not send an event of a stream{shown}.")
         raise ConnectionFault(f"{self.named} ended its stream before it was complete.")
 
     def end(self) -> None:
@@ -94,6 +104,13 @@ class Call:
         """Where it goes, for a person."""
         return f"{self._base_url}{self._path.partition('?')[0]}"
 
+    def _body_of(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        """The bytes of an answer's body as they come, many at a time where they come faster than they are read:
+        `http.client` hands out a chunk at a time, and a token is a chunk."""
+        received = self._limited.received()
+        chunked = response.headers.get("Transfer-Encoding", "").lower() == "chunked"
+        return dechunked(received) if chunked else received
+
     @contextlib.contextmanager
     def _answer(self) -> Iterator[http.client.HTTPResponse]:
         deadline = time.monotonic() + self._limit
@@ -103,14 +120,14 @@ class Call:
             self._socket = connection.sock
             if self._ended:
                 raise ConnectionFault(f"The call of {self.named} was ended.")
-            connection.sock = _Limited(connection.sock, deadline)
+            connection.sock = self._limited = _Limited(connection.sock, deadline)
             headers = {"Connection": "close", "Content-Type": "application/json"}
             if key := os.environ.get("VLLM_API_KEY"):
                 headers["Authorization"] = f"Bearer {key}"
             connection.request(self._method, f"{below}{self._path}", self._body, headers)
             response = connection.getresponse()
             if response.status != 200:
-                shown = _shown(response.read().decode(errors="replace"))
+                shown = shown_of(response.read().decode(errors="replace"))
                 raise StatusFault(f"{self.named} answered {response.status}{shown}.", response.status)
             yield response
         except TimeoutError as error:
@@ -167,7 +184,7 @@ def decode_json(text: str, named: str = "A server") -> Any:
     try:
         return json.loads(text) if text else None
     except json.JSONDecodeError as error:
-        raise AnswerFault(f"{named} did not answer in JSON, but{_shown(text)}.") from error
+        raise AnswerFault(f"{named} did not answer in JSON, but{shown_of(text)}.") from error
 
 
 def server_url(url: str) -> str:
@@ -175,7 +192,7 @@ def server_url(url: str) -> str:
     return url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _shown(answer: str) -> str:
+def shown_of(answer: str) -> str:
     """The beginning of an answer, for the end of a sentence; a web page is not shown."""
     if not (words := " ".join(answer.split())):
         return ""
@@ -194,7 +211,13 @@ class _Limited:
         self._socket.sendall(data)
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_Reader(self))
+        self._file = io.BufferedReader(_Reader(self), _MOST)
+        return self._file
+
+    def received(self) -> Iterator[bytes]:
+        """What comes after the headers."""
+        while data := self._file.read1(_MOST):
+            yield data
 
     def receive_into(self, buffer) -> int:
         self._aim()

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Sequence
 
 from trl_a3po.engines.protocol import EngineEvent, GroupFailed, GroupRequest, SamplingSettings
-from trl_a3po.engines.vllm.completions import Piece, completion_body, noise_seed, parse_answer, parse_event
+from trl_a3po.engines.vllm.completions import Piece, completion_body, noise_seed, parse_answer, parse_events
 from trl_a3po.engines.vllm.http import AnswerFault, ConnectionFault, HttpFault, LimitFault, StatusFault
 from trl_a3po.engines.vllm.members import Member, Publication, Running
 from trl_a3po.engines.vllm.server import Facts, Server
@@ -306,8 +306,11 @@ class ServerPool:
         count, fault = len(call.job.sequences), None
         try:
             if self._streams:
-                for data in call.http.events():
-                    self._take(call, parse_event(data, count))
+                for events in call.http.events():
+                    pieces, fault = parse_events(events, count)
+                    self._take(call, pieces)
+                    if fault is not None:
+                        break
             else:
                 self._take(call, parse_answer(call.http.text(), count))
         except HttpFault as error:
