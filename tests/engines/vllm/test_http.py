@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_a3po.engines.vllm.completions import parse_events
+from trl_a3po.engines.vllm.answers import parse_events
 from trl_a3po.engines.vllm.framing import dechunked
 from trl_a3po.engines.vllm.http import AnswerFault, Call, ConnectionFault
 

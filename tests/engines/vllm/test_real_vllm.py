@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from tests.engines.running import is_gone, until
 from tests.engines.vllm.real_runs import STALENESS, TEMPERATURE, CheckingTrainer, trainer_of
 from trl_a3po.engines.protocol import GroupRequest, SamplingSettings
-from trl_a3po.engines.vllm.completions import completion_body, noise_seed, parse_answer
+from trl_a3po.engines.vllm.answers import parse_answer
+from trl_a3po.engines.vllm.completions import completion_body, noise_seed
 from trl_a3po.engines.vllm.engine import VLLMEngine
 from trl_a3po.engines.vllm.process import ServerProcess
 from trl_a3po.engines.vllm.server import Server

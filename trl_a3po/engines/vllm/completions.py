@@ -1,8 +1,7 @@
-"""Sampling settings as vLLM's `/v1/completions` takes them, and its answers as tokens and log-probs: no I/O.
+"""Sampling settings as vLLM's `/v1/completions` takes them, and known tokens to be scored: no I/O.
 
-Guarantees: prompts and completions are token ids both ways, so nothing is tokenised again; every setting is sent, so
-a model's or server's own defaults decide nothing; an answer that is not exactly what was asked for is an
-`AnswerFault`.
+Guarantees: prompts are token ids, so nothing is tokenised again; every setting is sent, so a model's or server's own
+defaults decide nothing.
 
 Which log-probs: with temperature 1 the server's `--logprobs-mode` may be "raw_logprobs" (before any filter) or, when
 nothing filters, "processed_logprobs". Another temperature is in "processed_logprobs" alone, which filters would
@@ -11,46 +10,12 @@ renormalise: such settings are refused.
 
 import hashlib
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
-
-import msgspec
+from typing import Any
 
 from trl_a3po.engines.protocol import SamplingSettings
-from trl_a3po.engines.vllm.http import AnswerFault, decode_json, shown_of
+from trl_a3po.engines.vllm.http import AnswerFault, decode_json
 
 SCORES_PER_CALL = 64  # vLLM takes at most 128 `logprob_token_ids`
-
-
-Finish = Literal["stop", "length", "abort"]
-
-
-class Piece(NamedTuple):
-    """Tokens of one sequence, in order; `finish` is `None` while there are more to come."""
-
-    index: int
-    token_ids: list[int]
-    logps: list[float]
-    finish: Finish | None
-
-
-# What is read of an answer; msgspec passes over the rest, several times faster than `json` reads it.
-class _Logprobs(msgspec.Struct, gc=False):
-    token_logprobs: list[Annotated[float, msgspec.Meta(ge=-1e6, le=1e-4)]]
-
-
-class _Choice(msgspec.Struct, gc=False):
-    index: Annotated[int, msgspec.Meta(ge=0)]
-    token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] | None = None
-    logprobs: _Logprobs | None = None
-    finish_reason: Finish | None = None
-
-
-class _Answer(msgspec.Struct, gc=False):
-    choices: list[_Choice]
-
-
-_answer = msgspec.json.Decoder(_Answer)
-_answers = msgspec.json.Decoder(list[_Answer])
 
 
 def logprobs_modes(sampling: SamplingSettings) -> tuple[str, ...]:
@@ -129,31 +94,6 @@ def noise_seed(run_seed: int, noise_key: int, rollout: int, position: int) -> in
     return (int.from_bytes(digest, "big") >> 2) + rollout
 
 
-def parse_answer(text: str, count: int) -> list[Piece]:
-    """The `count` sequences of a whole answer."""
-    pieces = _pieces(_decoded(text.encode()), count)
-    if sorted(piece.index for piece in pieces) != list(range(count)):
-        raise AnswerFault(f"An answer has the sequences {[p.index for p in pieces]}, but {count} were asked for.")
-    if any(piece.finish is None for piece in pieces):
-        raise AnswerFault("An answer holds a completion that is not finished.")
-    return pieces
-
-
-def parse_events(events: Sequence[bytes], count: int) -> tuple[list[Piece], AnswerFault | None]:
-    """The tokens of events of a stream up to the first that is none, and what is wrong with that."""
-    try:
-        answers = _answers.decode(b"[%b]" % b",".join(events))
-    except msgspec.MsgspecError:
-        answers = (_decoded(event) for event in events)
-    pieces: list[Piece] = []
-    try:
-        for answer in answers:
-            pieces += _pieces(answer, count)
-    except AnswerFault as fault:
-        return pieces, fault
-    return pieces, None
-
-
 def score_body(
     temperature: float, model: str, salt: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], start: int
 ) -> dict[str, Any]:
@@ -219,24 +159,3 @@ def _choices(answer: Any) -> list[dict]:
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise AnswerFault(f"An answer is no completion: {str(answer)[:300]}.")
     return choices
-
-
-def _decoded(answer: bytes) -> _Answer:
-    try:
-        return _answer.decode(answer)
-    except msgspec.MsgspecError as error:
-        shown = shown_of(answer.decode(errors="replace"))
-        raise AnswerFault(f"An answer is no completion ({error}){shown}.") from error
-
-
-def _pieces(answer: _Answer, count: int) -> list[Piece]:
-    return [_piece(choice, count) for choice in answer.choices]
-
-
-def _piece(choice: _Choice, count: int) -> Piece:
-    token_ids, logps = choice.token_ids or [], choice.logprobs.token_logprobs if choice.logprobs else []
-    if choice.index >= count:
-        raise AnswerFault(f"An answer has a sequence {choice.index}, but {count} were asked for.")
-    if len(token_ids) != len(logps):
-        raise AnswerFault(f"An answer has {len(token_ids)} token ids and {len(logps)} log-probs.")
-    return Piece(choice.index, token_ids, logps, choice.finish_reason)

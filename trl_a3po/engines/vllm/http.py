@@ -43,6 +43,9 @@ class StatusFault(HttpFault):
         super().__init__(message)
         self.status = status
 
+    def __reduce__(self):
+        return StatusFault, (str(self), self.status)
+
 
 class AnswerFault(HttpFault):
     """The answer is not what was asked for."""

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trl_a3po.engines.vllm.http import Call
 from trl_a3po.engines.vllm.server import Facts, Server
 from trl_a3po.engines.vllm.work import Job
 
@@ -25,7 +24,7 @@ class Running:
     job: Job
     member: "Member"
     publication: Publication
-    http: Call
+    number: int
     bounded: set[int] = field(default_factory=set)  # sequences whose next event may be older than the publication
 
 

@@ -12,17 +12,20 @@ Guarantees:
   events of several tokens) may have a few more: the first event of each sequence after such a publish then carries
   the older version, and is counted.
 
-Threads: one for each call.
+Threads: one that is told what servers sent, by the process that makes the calls (`calls.py`).
 """
 
+import itertools
 import logging
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from trl_a3po.engines.protocol import EngineEvent, GroupFailed, GroupRequest, SamplingSettings
-from trl_a3po.engines.vllm.completions import Piece, completion_body, noise_seed, parse_answer, parse_events
+from trl_a3po.engines.vllm.answers import Piece
+from trl_a3po.engines.vllm.calls import Ask, Calls, Told
+from trl_a3po.engines.vllm.completions import completion_body, noise_seed
 from trl_a3po.engines.vllm.http import AnswerFault, ConnectionFault, HttpFault, LimitFault, StatusFault
 from trl_a3po.engines.vllm.members import Member, Publication, Running
 from trl_a3po.engines.vllm.server import Facts, Server
@@ -64,6 +67,9 @@ class ServerPool:
         self._changed = threading.Condition()  # guards all that follows, and the members
         self._publication: Publication | None = None
         self._held = False
+        self._calls = Calls(self._told)
+        self._numbers = itertools.count()
+        self._made: dict[int, Running] = {}
         self._jobs = JobQueue()
         self._groups: dict[int, Group] = {}
         self._events: list[EngineEvent] = []
@@ -105,7 +111,7 @@ class ServerPool:
             for member in self.members:
                 for call in member.running:
                     if call.job.group.cancelled:
-                        call.http.end()
+                        self._calls.end(call.number)
             cancelled = set(request_ids)
             self._events = [event for event in self._events if event.request_id not in cancelled]
 
@@ -258,10 +264,8 @@ class ServerPool:
             self._closed = True
             self._over.set()
             self._jobs.clear()
-            for member in self.members:
-                for call in member.running:
-                    call.http.end()
             self._changed.notify_all()
+        self._calls.close()
 
     # --- calls --------------------------------------------------------------------------------------------------
 
@@ -295,51 +299,53 @@ class ServerPool:
             stream=self._streams,
             seed=seed,
         )
-        running = Running(job, member, publication, member.server.completion(body, self._request_limit))
+        running = Running(job, member, publication, next(self._numbers))
         member.running.add(running)
+        self._made[running.number] = running
         if self._busy_since is None:
             self._busy_since = time.monotonic()
-        threading.Thread(target=self._make, args=(running,), name="a3po-vllm-call", daemon=True).start()
+        self._calls.make(Ask(running.number, member.server.url, body, self._request_limit))
 
-    def _make(self, call: Running) -> None:
-        """The thread of one call."""
-        count, fault = len(call.job.sequences), None
+    def _told(self, told: Told) -> None:
+        """What servers sent, and which calls have ended."""
         try:
-            if self._streams:
-                for events in call.http.events():
-                    pieces, fault = parse_events(events, count)
-                    self._take(call, pieces)
-                    if fault is not None:
-                        break
-            else:
-                self._take(call, parse_answer(call.http.text(), count))
-        except HttpFault as error:
-            fault = error
+            with self._changed:
+                for number, pieces in told.pieces.items():
+                    if call := self._made.get(number):
+                        try:
+                            self._take(call, map(Piece._make, pieces))
+                        except AnswerFault as fault:
+                            self._calls.end(number)
+                            self._returned(call, fault)
+                for number, fault, error in told.ended:
+                    if call := self._made.get(number):
+                        self._returned(call, fault)
+                    if error is not None:
+                        self._end_with(f"A call of the vLLM engine failed by itself:\n{error}")
+                self._dispatch()
+                self._changed.notify_all()
         except BaseException:
-            self.end_with(f"A call of the vLLM engine failed by itself:\n{traceback.format_exc()}")
-        with self._changed:
-            self._returned(call, fault)
-            self._dispatch()
-            self._changed.notify_all()
+            self.end_with(f"The vLLM engine failed by itself:\n{traceback.format_exc()}")
 
-    def _take(self, call: Running, pieces: list[Piece]) -> None:
-        with self._changed:
-            if call not in call.member.running:  # its server was lost, and the job has gone elsewhere
-                raise ConnectionFault("The call was given up.")
-            for piece in pieces:
-                version = call.member.version if self._streams else call.publication.version
-                if piece.index in call.bounded and piece.token_ids:
-                    call.bounded.discard(piece.index)
-                    sequence = call.job.sequences[piece.index]
-                    version = sequence.versions[-1] if sequence.versions else version
-                    self.counts["bounded_tokens"] += len(piece.token_ids)
-                call.job.sequences[piece.index].add(piece, version, self._sampling)
-                self.tokens += len(piece.token_ids)
-                call.member.received += len(piece.token_ids)
+    def _take(self, call: Running, pieces: Iterable[Piece]) -> None:
+        """Note what was sampled; the caller holds the lock."""
+        if call not in call.member.running:  # its server was lost, and the job has gone elsewhere
+            return
+        for piece in pieces:
+            version = call.member.version if self._streams else call.publication.version
+            if piece.index in call.bounded and piece.token_ids:
+                call.bounded.discard(piece.index)
+                sequence = call.job.sequences[piece.index]
+                version = sequence.versions[-1] if sequence.versions else version
+                self.counts["bounded_tokens"] += len(piece.token_ids)
+            call.job.sequences[piece.index].add(piece, version, self._sampling)
+            self.tokens += len(piece.token_ids)
+            call.member.received += len(piece.token_ids)
 
     def _returned(self, call: Running, fault: HttpFault | None) -> None:
         """Account for a call that has ended; the caller holds the lock."""
         member, job = call.member, call.job
+        del self._made[call.number]
         given_up = call not in member.running  # by `_lose`, which has put its job back
         member.running.discard(call)
         if self._busy_since is not None and not any(m.running for m in self.members):
@@ -402,7 +408,7 @@ class ServerPool:
         for call in calls:
             if not call.job.group.cancelled:
                 self._jobs.put_back(call.job.rest(failed=False))
-            call.http.end()
+            self._calls.end(call.number)
         self._dispatch()
         self._changed.notify_all()
 

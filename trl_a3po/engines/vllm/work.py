@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trl_a3po.engines.protocol import GroupFailed, GroupFinished, GroupRequest, SamplingSettings
-from trl_a3po.engines.vllm.completions import Piece
+from trl_a3po.engines.vllm.answers import Piece
 from trl_a3po.engines.vllm.http import AnswerFault
 from trl_a3po.rollout.records import Rollout
 

@@ -1,0 +1,113 @@
+"""The process that makes calls: what it dies of costs nothing, and nothing is left of it."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from tests.engines.vllm.stub_server import StubServer
+from tests.engines.vllm.stubbed import SAMPLING, finished, requests, started, until
+from trl_a3po.engines.protocol import GroupFailed
+from trl_a3po.engines.vllm import calls, pool
+from trl_a3po.engines.vllm.calls import Ask, Calls, Ended
+from trl_a3po.engines.vllm.completions import completion_body
+
+BODY = completion_body(SAMPLING, "base", "", [5], count=1, done=0, stream=True)
+
+
+def reader_of(engine) -> int:
+    until(lambda: engine._pool._calls._worker is not None)
+    return engine._pool._calls._worker.pid
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["streamed", "whole"])
+def test_a_reader_that_is_killed_loses_no_rollout_and_no_server(tmp_path, lora):
+    (server,) = servers = [StubServer(lora=lora, step=0.02)]
+    engine = started(servers, tmp_path)
+    try:
+        engine.submit(requests(3))
+        until(lambda: server.tokens > 20)
+        first = reader_of(engine)
+        os.kill(first, signal.SIGKILL)
+        finished(engine, 3)
+        counts = engine.stats().extra
+        assert counts["calls_failed"] == 3 and counts["servers_lost"] == 0
+        assert reader_of(engine) != first
+    finally:
+        engine.close()
+
+
+def test_a_reader_that_never_works_fails_the_group_with_its_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "READER", "trl_a3po.engines.vllm.no_such_module")
+    monkeypatch.setattr(pool, "MOST_TRIES", 2)
+    engine = started([StubServer()], tmp_path)
+    try:
+        engine.submit(requests(1))
+        events = []
+        until(lambda: events.extend(engine.wait(0.1)) or events)
+        assert isinstance(events[0], GroupFailed)
+        assert "process that reads vLLM's answers ended (exit code 1)" in events[0].reason
+        assert "No module named" in events[0].reason
+    finally:
+        engine.close()
+
+
+def test_nothing_is_left_of_it(tmp_path):
+    server = StubServer(step=0.05)
+    engine = started([server], tmp_path)
+    engine.submit(requests(2))
+    until(lambda: server.tokens > 0)
+    pid = reader_of(engine)
+    engine.close()
+    assert is_gone(pid)
+    assert not [thread for thread in threading.enumerate() if thread.name == "a3po-vllm-calls"]
+
+
+def test_a_mistake_in_it_is_told_with_its_traceback():
+    ended: list[Ended] = []
+    reading = Calls(lambda told: ended.extend(told.ended))
+    try:
+        reading.make(Ask(7, "http://localhost:1", {}, 1.0))  # a body that says nothing
+        until(lambda: ended)
+        assert ended[0].number == 7 and ended[0].fault is None and "KeyError: 'n'" in ended[0].error
+    finally:
+        reading.close()
+
+
+def test_what_a_server_answers_travels(tmp_path):
+    """With its status, by which the pool tells a refusal from an accident."""
+    ended: list[Ended] = []
+    reading = Calls(lambda told: ended.extend(told.ended))
+    server = StubServer()
+    try:
+        server.faults = ["500"]
+        reading.make(Ask(1, server.url, BODY, 5.0))
+        until(lambda: ended)
+        assert ended[0].fault.status == 500 and "EngineCore encountered an issue" in str(ended[0].fault)
+    finally:
+        reading.close()
+
+
+def test_a_call_that_is_ended_is_told_of_as_broken():
+    ended: list[Ended] = []
+    reading = Calls(lambda told: ended.extend(told.ended))
+    server = StubServer()
+    try:
+        server.faults = ["hang"]
+        reading.make(Ask(1, server.url, BODY, 60.0))
+        until(lambda: server.served == 1 or not server.faults)
+        reading.end(1)
+        until(lambda: ended)
+        assert type(ended[0].fault).__name__ == "ConnectionFault"
+        reading.end(1)  # it has ended: nothing
+    finally:
+        reading.close()

@@ -1,0 +1,89 @@
+"""vLLM's answers as tokens and log-probs: no I/O.
+
+Guarantees: token ids are vLLM's own, nothing is tokenised again; an answer that is not exactly what was asked for is
+an `AnswerFault`. Imports neither torch nor vLLM, for the process that reads them.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+
+from trl_a3po.engines.vllm.http import AnswerFault, shown_of
+
+Finish = Literal["stop", "length", "abort"]
+
+
+class Piece(NamedTuple):
+    """Tokens of one sequence, in order; `finish` is `None` while there are more to come."""
+
+    index: int
+    token_ids: list[int]
+    logps: list[float]
+    finish: Finish | None
+
+
+# What is read of an answer; msgspec passes over the rest, several times faster than `json` reads it.
+class _Logprobs(msgspec.Struct, gc=False):
+    token_logprobs: list[Annotated[float, msgspec.Meta(ge=-1e6, le=1e-4)]]
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: Annotated[int, msgspec.Meta(ge=0)]
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: Finish | None = None
+
+
+class _Answer(msgspec.Struct, gc=False):
+    choices: list[_Choice]
+
+
+_answer = msgspec.json.Decoder(_Answer)
+_answers = msgspec.json.Decoder(list[_Answer])
+
+
+def parse_answer(text: str, count: int) -> list[Piece]:
+    """The `count` sequences of a whole answer."""
+    pieces = _pieces(_decoded(text.encode()), count)
+    if sorted(piece.index for piece in pieces) != list(range(count)):
+        raise AnswerFault(f"An answer has the sequences {[p.index for p in pieces]}, but {count} were asked for.")
+    if any(piece.finish is None for piece in pieces):
+        raise AnswerFault("An answer holds a completion that is not finished.")
+    return pieces
+
+
+def parse_events(events: Sequence[bytes], count: int) -> tuple[list[Piece], AnswerFault | None]:
+    """The tokens of events of a stream up to the first that is none, and what is wrong with that."""
+    try:
+        answers = _answers.decode(b"[%b]" % b",".join(events))
+    except msgspec.MsgspecError:
+        answers = (_decoded(event) for event in events)
+    pieces: list[Piece] = []
+    try:
+        for answer in answers:
+            pieces += _pieces(answer, count)
+    except AnswerFault as fault:
+        return pieces, fault
+    return pieces, None
+
+
+def _decoded(answer: bytes) -> _Answer:
+    try:
+        return _answer.decode(answer)
+    except msgspec.MsgspecError as error:
+        shown = shown_of(answer.decode(errors="replace"))
+        raise AnswerFault(f"An answer is no completion ({error}){shown}.") from error
+
+
+def _pieces(answer: _Answer, count: int) -> list[Piece]:
+    return [_piece(choice, count) for choice in answer.choices]
+
+
+def _piece(choice: _Choice, count: int) -> Piece:
+    token_ids, logps = choice.token_ids or [], choice.logprobs.token_logprobs if choice.logprobs else []
+    if choice.index >= count:
+        raise AnswerFault(f"An answer has a sequence {choice.index}, but {count} were asked for.")
+    if len(token_ids) != len(logps):
+        raise AnswerFault(f"An answer has {len(token_ids)} token ids and {len(logps)} log-probs.")
+    return Piece(choice.index, token_ids, logps, choice.finish_reason)

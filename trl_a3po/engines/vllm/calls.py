@@ -1,0 +1,125 @@
+"""Calls of completions, made and read in a process of their own (`reader.py`), as the pool sees them.
+
+Guarantees: of each call, its tokens are told in the order in which they came, then its end, once; a reading process
+that dies fails the calls that it was making and nothing else, and the next call starts another one; it outlives
+neither `close` nor this process.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from trl_a3po.engines.embedded.listener import Listener
+from trl_a3po.engines.embedded.process import WorkerProcess
+from trl_a3po.engines.vllm.http import HttpFault
+
+READER = "trl_a3po.engines.vllm.reader"
+_TICK = 0.2
+_GRACE = 2.0
+
+
+class Ask(NamedTuple):
+    """A call to be made of the server at `url`; it may take `limit` seconds."""
+
+    number: int
+    url: str
+    body: dict[str, Any]
+    limit: float
+
+
+class Ended(NamedTuple):
+    """The end of a call: what went wrong with the server, or a traceback of what did here, or neither."""
+
+    number: int
+    fault: HttpFault | None
+    error: str | None = None
+
+
+class Told(NamedTuple):
+    """What has come since the last message: pieces by call, as the tuples that `Piece` is made of, and ends."""
+
+    pieces: dict[int, list[tuple]]
+    ended: list[Ended]
+
+
+class Calls:
+    """
+    Args:
+        tell: called with what has come, by the one thread of this object.
+    """
+
+    def __init__(self, tell: Callable[[Told], None]):
+        self._tell = tell
+        self._changed = threading.Condition()  # guards all that follows
+        self._worker: WorkerProcess | None = None
+        self._waiting: list[Ask | int] = []  # for a process that is to be started
+        self._open: set[int] = set()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="a3po-vllm-calls", daemon=True)
+        self._thread.start()
+
+    def make(self, ask: Ask) -> None:
+        with self._changed:
+            self._open.add(ask.number)
+            self._send(ask)
+
+    def end(self, number: int) -> None:
+        """Have a call end where it is, as one whose connection broke."""
+        with self._changed:
+            if number in self._open:
+                self._send(number)
+
+    def close(self) -> None:
+        """End the process. What it was at is not told of any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _send(self, message: Ask | int) -> None:
+        if self._worker is None:
+            self._waiting.append(message)
+            self._changed.notify_all()
+        else:
+            self._worker.channel.send(message)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                worker = self._worker = WorkerProcess(READER)
+                waiting, self._waiting = self._waiting, []
+                for message in waiting:
+                    worker.channel.send(message)
+            self._listen(worker)
+            with self._changed:
+                self._worker, closed = None, self._closed
+                lost, self._open = self._open, set()
+            if closed:
+                worker.kill()
+            end = worker.bury(_GRACE)
+            if closed:
+                return
+            words = "".join(f": {line}" for line in worker.last_words.splitlines()[-1:])
+            fault = HttpFault(f"The process that reads vLLM's answers ended ({end}){words}.")
+            self._tell(Told({}, [Ended(number, fault) for number in sorted(lost)]))
+
+    def _listen(self, worker: WorkerProcess) -> None:
+        """Tell what the process says until it ends, or this is closed."""
+        with Listener(worker) as listener:
+            while True:
+                with self._changed:
+                    if self._closed:
+                        return
+                    flushed = worker.channel.flush()
+                listener.wait(_TICK, flushed=flushed)
+                try:
+                    messages = worker.channel.receive()
+                except EOFError:
+                    return
+                for told in messages:
+                    with self._changed:
+                        self._open.difference_update(ended.number for ended in told.ended)
+                    self._tell(told)
