@@ -61,6 +61,27 @@ def test_a_reader_that_never_works_fails_the_group_with_its_words(tmp_path, monk
         engine.close()
 
 
+def test_a_reader_that_cannot_be_started_fails_what_it_was_to_do_and_is_tried_again(monkeypatch):
+    ended: list[Ended] = []
+    reading = Calls(lambda told: ended.extend(told.ended))
+    server = StubServer()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(calls, "WorkerProcess", refused)
+            reading.make(Ask(1, server.url, BODY, 5.0))
+            until(lambda: ended)
+        assert "could not be started: [Errno 11] no more processes" in str(ended[0].fault)
+        reading.make(Ask(2, server.url, BODY, 5.0))
+        until(lambda: len(ended) == 2)
+        assert ended[1] == Ended(2, None, None)
+    finally:
+        reading.close()
+
+
+def refused(module: str):
+    raise OSError(11, "no more processes")
+
+
 def test_nothing_is_left_of_it(tmp_path):
     server = StubServer(step=0.05)
     engine = started([server], tmp_path)

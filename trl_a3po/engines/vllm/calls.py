@@ -89,22 +89,35 @@ class Calls:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
+            self._fail(self._work())
+
+    def _work(self) -> str:
+        """Have a process make calls until it ends, and say how it did."""
+        with self._changed:
+            waiting, self._waiting = self._waiting, []
+            try:
                 worker = self._worker = WorkerProcess(READER)
-                waiting, self._waiting = self._waiting, []
-                for message in waiting:
-                    worker.channel.send(message)
-            self._listen(worker)
-            with self._changed:
-                self._worker, closed = None, self._closed
-                lost, self._open = self._open, set()
-            if closed:
-                worker.kill()
-            end = worker.bury(_GRACE)
-            if closed:
+            except OSError as error:
+                return f"could not be started: {error}"
+            for message in waiting:
+                worker.channel.send(message)
+        self._listen(worker)
+        with self._changed:
+            self._worker, closed = None, self._closed
+        if closed:
+            worker.kill()
+        end = worker.bury(_GRACE)
+        return f"ended ({end})" + "".join(f": {line}" for line in worker.last_words.splitlines()[-1:])
+
+    def _fail(self, how: str) -> None:
+        """The calls that were being made have failed with the process; the servers have not."""
+        with self._changed:
+            if self._closed:
                 return
-            words = "".join(f": {line}" for line in worker.last_words.splitlines()[-1:])
-            fault = HttpFault(f"The process that reads vLLM's answers ended ({end}){words}.")
-            self._tell(Told({}, [Ended(number, fault) for number in sorted(lost)]))
+            lost = self._open.difference(message.number for message in self._waiting if isinstance(message, Ask))
+            self._open -= lost
+        fault = HttpFault(f"The process that reads vLLM's answers {how}.")
+        self._tell(Told({}, [Ended(number, fault) for number in sorted(lost)]))
 
     def _listen(self, worker: WorkerProcess) -> None:
         """Tell what the process says until it ends, or this is closed."""
