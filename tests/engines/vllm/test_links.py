@@ -48,6 +48,15 @@ def test_a_gpu_without_a_number_is_the_current_one(vllm_here, monkeypatch):
     assert same_gpu(torch.device("cuda"), FIRST) and not same_gpu(torch.device("cuda"), SECOND)
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_another_process_may_not_open_goes_by_disk_and_that_is_said(vllm_here, monkeypatch, caplog, name):
+    monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
+    assert link_to_start_for("auto", FIRST, FIRST) is None and "expandable_segments:True" in caplog.text
+    caplog.clear()
+    assert link_to("auto", FIRST, [HERE], [facts("ipc")]) is None and "expandable_segments:True" in caplog.text
+    assert link_to_start_for("ipc", FIRST, FIRST) == "ipc"
+
+
 def test_without_vllm_here_a_server_on_another_gpu_is_started_for_the_disk(monkeypatch):
     monkeypatch.setattr(links, "_has_vllm", lambda: False)
     assert link_to_start_for("auto", FIRST, SECOND) is None

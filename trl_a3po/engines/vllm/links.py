@@ -6,6 +6,7 @@ cannot be taken is said once.
 
 import importlib.util
 import logging
+import os
 from collections.abc import Sequence
 from typing import Literal
 
@@ -18,6 +19,7 @@ from trl_a3po.engines.vllm.server import Facts
 logger = logging.getLogger(__name__)
 
 Setting = Literal["auto", "disk", "nccl", "ipc"]
+EXPANDABLE = "PYTORCH_ALLOC_CONF has expandable_segments:True, and not every Linux lets others open such memory"
 
 
 def link_to_start_for(
@@ -34,7 +36,14 @@ def link_to_start_for(
     if server is None or trainer.type != "cuda" or server.type != "cuda":
         return None
     if same_gpu(trainer, server):
-        return "ipc"
+        if not _expandable_segments():
+            return "ipc"
+        logger.warning(
+            "Weights go to the vLLM server by disk and not over CUDA IPC, because %s. Set vllm_weight_transfer='ipc' "
+            "to try, or 'disk' if that is meant.",
+            EXPANDABLE,
+        )
+        return None
     return "nccl" if _has_vllm() else None
 
 
@@ -80,6 +89,8 @@ def _obstacle(backend: str | None, trainer: torch.device, urls: Sequence[str], f
         return f"the trainer is on {trainer}, and that takes them from a GPU"
     if backend == "nccl" and not _has_vllm():
         return "vLLM is not installed in the trainer's environment, whose communicator that needs"
+    if backend == "ipc" and _expandable_segments():
+        return EXPANDABLE
     if backend == "ipc" and not all(facts.reads_handles for facts in found):
         return "reading its handles needs VLLM_ALLOW_INSECURE_SERIALIZATION=1 there"
     if backend == "ipc" and (elsewhere := [url for url in urls if not is_here(url)]):
@@ -89,6 +100,11 @@ def _obstacle(backend: str | None, trainer: torch.device, urls: Sequence[str], f
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _expandable_segments() -> bool:
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any("expandable_segments:true" in setting.lower() for setting in settings)
 
 
 def _has_vllm() -> bool:
