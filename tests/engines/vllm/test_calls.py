@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -130,5 +132,27 @@ def test_a_call_that_is_ended_is_told_of_as_broken():
         until(lambda: ended)
         assert type(ended[0].fault).__name__ == "ConnectionFault"
         reading.end(1)  # it has ended: nothing
+    finally:
+        reading.close()
+
+
+@pytest.mark.parametrize("folder", ["with_files", "removed"])
+def test_the_folder_we_stand_in_does_not_matter(tmp_path, monkeypatch, folder):
+    """In a notebook it is on the import path, and the library's modules are imported by then."""
+    (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / folder)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    if folder == "removed":
+        Path.cwd().rmdir()
+    else:
+        for name in ("http", "json", "queue"):
+            Path(f"{name}.py").write_text("raise ImportError('this is not the library')")
+    ended: list[Ended] = []
+    reading = Calls(lambda told: ended.extend(told.ended))
+    server = StubServer()
+    try:
+        reading.make(Ask(1, server.url, BODY, 5.0))
+        until(lambda: ended)
+        assert ended[0] == Ended(1, None, None)
     finally:
         reading.close()

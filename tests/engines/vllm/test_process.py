@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trl_a3po.engines.vllm import guard
 from trl_a3po.engines.vllm.http import Call, ConnectionFault, LimitFault
 from trl_a3po.engines.vllm.process import ServerProcess
 from trl_a3po.engines.vllm.startup import Needs
@@ -115,3 +117,42 @@ def test_a_call_waits_for_a_socket_that_has_no_room_and_not_longer_than_its_limi
         assert Call(f"unix://{path}", "GET", "/health", limit=10).text() == "hi"
         answering.join()
         waiting.close()
+
+
+PARENT = """
+import os, signal, subprocess, sys, time
+
+command = [sys.executable, sys.argv[1], str(os.getpid()), *sys.argv[2:]]
+guarded = subprocess.Popen(command, stdin=0, start_new_session=True)
+while not os.listdir(sys.argv[2]):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_trainer_leaves_no_folder(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    begun = f"import time; open({str(folder / 'begun')!r}, 'w'); time.sleep(60)"
+    command = [sys.executable, "-c", PARENT, guard.__file__, str(folder), sys.executable, "-c", begun]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE)  # which stays open, as where a fork of the parent lives
+    assert parent.wait(20) == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_server_does_not_import_from_the_folder_we_stand_in(server, tmp_path, monkeypatch):
+    pid_of(server)
+    server.stop()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "http.py").write_text("raise ImportError('this is not the library')")
+    monkeypatch.chdir(tmp_path / "here")
+    needs = Needs("model", "float32", 64, 64, ("processed_logprobs",))
+    other = ServerProcess(sys.executable, needs, torch.device("cpu"), tmp_path / "log", threads=1, max_restarts=0)
+    other.start()
+    try:
+        assert pid_of(other)
+    finally:
+        other.stop()

@@ -138,7 +138,7 @@ def worker_environment(threads: int | None) -> dict[str, str]:
         if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIXES)
     }
     environment |= {
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PYTHONPATH": os.pathsep.join(_import_path()),
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",  # last words get out whatever the end
         "PYTHONWARNINGS": "ignore",
@@ -151,6 +151,17 @@ def worker_environment(threads: int | None) -> dict[str, str]:
     if threads is not None:
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return environment
+
+
+def _import_path() -> list[str]:
+    """Ours, behind the standard library: a `queue.py` beside a notebook hides nothing from the notebook, which had
+    imported the library's before."""
+    library = os.path.dirname(os.__file__)
+    paths = [library, os.path.join(library, "lib-dynload")]
+    for path in sys.path:
+        with contextlib.suppress(FileNotFoundError):  # the folder we stand in was removed
+            paths.append(path or os.getcwd())
+    return list(dict.fromkeys(paths))
 
 
 def parents_channel() -> Channel:

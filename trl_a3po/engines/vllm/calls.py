@@ -1,12 +1,15 @@
 """Calls of completions, made and read in a process of their own (`reader.py`), as the pool sees them.
 
 Guarantees: of each call, its tokens are told in the order in which they came, then its end, once; a reading process
-that dies fails the calls that it was making and nothing else, and the next call starts another one; it outlives
-neither `close` nor this process.
+that dies, or is silent for `SILENCE` seconds and is ended, fails the calls that it was making and nothing else, and
+the next call starts another one; it outlives neither `close` nor this process.
 """
 
+import itertools
 import threading
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from trl_a3po.engines.embedded.listener import Listener
@@ -14,6 +17,7 @@ from trl_a3po.engines.embedded.process import WorkerProcess
 from trl_a3po.engines.vllm.http import HttpFault
 
 READER = "trl_a3po.engines.vllm.reader"
+SILENCE = 30.0  # seconds; a process that is alive says something every second
 _TICK = 0.2
 _GRACE = 2.0
 
@@ -27,8 +31,15 @@ class Ask(NamedTuple):
     limit: float
 
 
+class Mark(NamedTuple):
+    """Asks to be told of once nothing more that was sent of `calls` is left to be told of."""
+
+    number: int
+    calls: list[int]
+
+
 class Ended(NamedTuple):
-    """The end of a call: what went wrong with the server, or a traceback of what did here, or neither."""
+    """The end of a call (-1: of all): what went wrong with the server, or a traceback of what did here, or neither."""
 
     number: int
     fault: HttpFault | None
@@ -36,10 +47,11 @@ class Ended(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What has come since the last message: pieces by call, as the tuples that `Piece` is made of, and ends."""
+    """What has come since the last message: pieces by call, as the tuples that `Piece` is made of, ends, and marks."""
 
     pieces: dict[int, list[tuple]]
     ended: list[Ended]
+    marks: Sequence[int] = ()
 
 
 class Calls:
@@ -53,6 +65,8 @@ class Calls:
         self._changed = threading.Condition()  # guards all that follows
         self._worker: WorkerProcess | None = None
         self._waiting: list[Ask | int] = []  # for a process that is to be started
+        self._marks = itertools.count()
+        self._marked: set[int] = set()  # marks that were told of
         self._open: set[int] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="a3po-vllm-calls", daemon=True)
@@ -69,6 +83,20 @@ class Calls:
             if number in self._open:
                 self._send(number)
 
+    def catch_up(self, numbers: Sequence[int], limit: float) -> None:
+        """Wait until all that servers have sent of some calls has been told. A process that has not done so after
+        `limit` seconds is ended, and its calls fail without the rest."""
+        with self._changed:
+            worker = self._worker
+            if worker is None:
+                return
+            mark = Mark(next(self._marks), list(numbers))
+            worker.channel.send(mark)
+            if not self._changed.wait_for(lambda: mark.number in self._marked or self._worker is not worker, limit):
+                worker.kill()
+                self._changed.wait_for(lambda: self._worker is not worker, _GRACE)
+            self._marked.discard(mark.number)
+
     def close(self) -> None:
         """End the process. What it was at is not told of any more."""
         with self._changed:
@@ -84,12 +112,15 @@ class Calls:
             self._worker.channel.send(message)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
-                    return
-            self._fail(self._work())
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting or self._closed)
+                    if self._closed:
+                        return
+                self._fail(self._work())
+        except BaseException:
+            self._tell(Told({}, [Ended(-1, None, traceback.format_exc())]))
 
     def _work(self) -> str:
         """Have a process make calls until it ends, and say how it did."""
@@ -101,12 +132,15 @@ class Calls:
                 return f"could not be started: {error}"
             for message in waiting:
                 worker.channel.send(message)
-        self._listen(worker)
+        silent = self._listen(worker)
         with self._changed:
             self._worker, closed = None, self._closed
-        if closed:
+            self._changed.notify_all()
+        if closed or silent:
             worker.kill()
         end = worker.bury(_GRACE)
+        if silent:
+            return f"said nothing for {SILENCE:g} s and was ended"
         return f"ended ({end})" + "".join(f": {line}" for line in worker.last_words.splitlines()[-1:])
 
     def _fail(self, how: str) -> None:
@@ -119,20 +153,31 @@ class Calls:
         fault = HttpFault(f"The process that reads vLLM's answers {how}.")
         self._tell(Told({}, [Ended(number, fault) for number in sorted(lost)]))
 
-    def _listen(self, worker: WorkerProcess) -> None:
-        """Tell what the process says until it ends, or this is closed."""
+    def _listen(self, worker: WorkerProcess) -> bool:
+        """Tell what the process says until it ends, or this is closed; whether it was silent for too long."""
+        silence, looked = 0.0, time.monotonic()
         with Listener(worker) as listener:
             while True:
                 with self._changed:
                     if self._closed:
-                        return
+                        return False
                     flushed = worker.channel.flush()
                 listener.wait(_TICK, flushed=flushed)
+                ended = worker.ended
                 try:
                     messages = worker.channel.receive()
                 except EOFError:
-                    return
+                    return False
                 for told in messages:
+                    self._tell(told)
                     with self._changed:
                         self._open.difference_update(ended.number for ended in told.ended)
-                    self._tell(told)
+                        self._marked.update(told.marks)
+                        self._changed.notify_all()
+                if ended and not messages:  # a forked copy of this process may keep the channel open
+                    return False
+                # A long look is one during which this process, and maybe the other one, was stopped.
+                silence = 0.0 if messages else silence + min(time.monotonic() - looked, 2 * _TICK)
+                looked = time.monotonic()
+                if silence > SILENCE:
+                    return True

@@ -1,24 +1,27 @@
-"""Runs a command that ends with us: `python guard.py PARENT COMMAND...`, in a session of its own.
+"""Runs a command that ends with us: `python guard.py PARENT FOLDER COMMAND...`, in a session of its own.
 
-It ends the command, and all that the command started, when standard input is closed or the process `PARENT` is gone.
-Imports nothing but the standard library.
+It ends the command, and all that the command started, when standard input is closed or the process `PARENT` is gone;
+`FOLDER`, unless it is "", is then removed. Imports nothing but the standard library.
 """
 
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 
 
 def main() -> None:
-    parent = int(sys.argv[1])
-    child = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL)
+    parent, folder = int(sys.argv[1]), sys.argv[2]
+    child = subprocess.Popen(sys.argv[3:], stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, lambda *_: _end(child))
     while child.poll() is None:
         closed, _, _ = select.select([sys.stdin], [], [], 0.5)
         if closed or os.getppid() != parent:
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
             _end(child)
     os._exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
 

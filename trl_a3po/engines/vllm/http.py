@@ -10,6 +10,7 @@ import http.client
 import io
 import json
 import os
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -101,6 +102,16 @@ class Call:
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether something has come that is still to be read. From any thread."""
+        poller = select.poll()
+        try:
+            poller.register(self._socket, select.POLLIN)
+        except (TypeError, ValueError):  # not connected yet, or closed
+            return False
+        return bool(poller.poll(0))
 
     @property
     def named(self) -> str:

@@ -8,9 +8,9 @@ Guarantees:
 - a token's version: every call names the weights of one version and ends before they change, so its tokens carry that
   version. The exception is `streams`, for whole weights with `kv_on_publish="keep"`: there each token carries the
   version of its server's weights when it arrives, and a publish changes that version while the server is paused and
-  has sent all it had sampled, by its own count of tokens. A server whose count does not come out (another client, or
-  events of several tokens) may have a few more: the first event of each sequence after such a publish then carries
-  the older version, and is counted.
+  has sent all it had sampled, by its own count of tokens. Where that does not come out (another client, or events of
+  several tokens), all that it has sent is read, or dropped with its calls; what it may still hold back is one event of
+  each sequence: the first after such a publish carries the older version, and is counted.
 
 Threads: one that is told what servers sent, by the process that makes the calls (`calls.py`).
 """
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 MOST_TRIES = 5
 SETTLE_LIMIT = 2.0
+CATCH_UP_LIMIT = 10.0  # seconds for what a paused server has sent to be read
 IDLE_LIMIT = 60.0  # seconds for calls to return once a server has ended them
 
 
@@ -189,24 +190,28 @@ class ServerPool:
     def settle(self, member: Member) -> None:
         """Wait until a paused server has sent all it had sampled; afterwards its tokens are of the next version."""
         deadline = time.monotonic() + SETTLE_LIMIT
-        exact = member.facts.stream_interval == 1
-        while True:
-            total = member.server.generated_tokens()
-            with self._changed:
-                if total is None or member.counted is None:
-                    exact = False
-                elif member.counted + member.received == total:
-                    break
-                if not exact or time.monotonic() > deadline:
-                    exact = False
-                    break
+        total, even = self._count(member)
+        while even is False and time.monotonic() < deadline:
             time.sleep(0.01)
-        if not exact:
+            total, even = self._count(member)
+        if not even:
             time.sleep(0.1)  # for what is still on its way
+            with self._changed:
+                calls = [call.number for call in member.running]
+            self._calls.catch_up(calls, CATCH_UP_LIMIT)
+            total, even = self._count(member)
         with self._changed:
             member.counted, member.received = total, 0
             for call in member.running:
-                call.bounded = set() if exact else set(range(len(call.job.sequences)))
+                call.bounded = set() if even else set(range(len(call.job.sequences)))
+
+    def _count(self, member: Member) -> tuple[int | None, bool | None]:
+        """Tokens that a server has sampled, by its own count, and whether all have come, where that follows."""
+        total = member.server.generated_tokens()
+        with self._changed:
+            if total is None or member.counted is None or member.facts.stream_interval != 1:
+                return total, None
+            return total, member.counted + member.received == total
 
     # --- any thread ---------------------------------------------------------------------------------------------
 

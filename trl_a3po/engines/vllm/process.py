@@ -59,13 +59,15 @@ class ServerProcess:
             self.server, where = Server(f"http://127.0.0.1:{port}"), ("--host", "127.0.0.1", "--port", str(port))
         else:
             self.server, where = Server(f"unix://{self._socket}"), ("--uds", str(self._socket))
+        folder = "" if self._socket is None else str(self._socket.parent)
         model, *options = server_arguments(needs)
         self._command = [
-            *(sys.executable, "-P", guard.__file__, str(os.getpid())),
+            *(sys.executable, "-P", guard.__file__, str(os.getpid()), folder),
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
             *(*where, *options),
         ]
         self._environment = worker_environment(threads) | server_environment(needs)
+        self._environment["PYTHONSAFEPATH"] = "1"  # the folder we stand in must not shadow a library
         self._environment.pop("PYTHONPATH")  # of this interpreter, which need not be the server's
         if python == sys.executable and "PYTHONPATH" in os.environ:
             self._environment["PYTHONPATH"] = os.environ["PYTHONPATH"]

@@ -1,21 +1,26 @@
 """The process that makes calls of completions and reads their answers, with an interpreter lock of its own.
 
 A streamed token takes 10 to 20 microseconds to read, which in the trainer's process would be taken from launching
-kernels. It is told of calls over a channel, and tells of their tokens (`calls.py`). Imports neither torch nor TRL.
+kernels. It is told of calls over a channel, and tells of their tokens (`calls.py`), every second also of none.
+Imports neither torch nor TRL.
 """
 
 import os
 import threading
 import time
 import traceback
+from collections import Counter
+from collections.abc import Sequence
 
 from trl_a3po.engines.embedded.channel import Channel
 from trl_a3po.engines.embedded.process import parents_channel
 from trl_a3po.engines.vllm.answers import Piece, parse_answer, parse_events
-from trl_a3po.engines.vllm.calls import Ask, Ended, Told
+from trl_a3po.engines.vllm.calls import Ask, Ended, Mark, Told
 from trl_a3po.engines.vllm.http import Call, HttpFault
 
 PACE = 0.005  # seconds from one message to the next, so that each has much to tell
+BEAT = 1.0  # seconds after which it is told that there is nothing
+QUIET = 5  # looks, each 10 ms after the last, at which nothing more may have come of the calls of a mark
 
 
 class Outbox:
@@ -26,24 +31,39 @@ class Outbox:
         self._changed = threading.Condition()
         self._pieces: dict[int, list[Piece]] = {}
         self._ended: list[Ended] = []
+        self._marks: list[int] = []
+        self._added: Counter[int] = Counter()  # times, by call that has not ended
 
     def add(self, number: int, pieces: list[Piece]) -> None:
         with self._changed:
             self._pieces.setdefault(number, []).extend(pieces)
+            self._added[number] += 1
             self._changed.notify()
 
     def end(self, ended: Ended) -> None:
         with self._changed:
             self._ended.append(ended)
+            del self._added[ended.number]
             self._changed.notify()
+
+    def mark(self, number: int) -> None:
+        with self._changed:
+            self._marks.append(number)
+            self._changed.notify()
+
+    def added(self, numbers: Sequence[int]) -> list[int]:
+        """How often something was added of some calls."""
+        with self._changed:
+            return [self._added[number] for number in numbers]
 
     def run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._pieces or self._ended)
+                self._changed.wait_for(lambda: self._pieces or self._ended or self._marks, BEAT)
                 pieces, self._pieces = self._pieces, {}
                 ended, self._ended = self._ended, []
-            self._channel.send(Told({number: list(map(tuple, some)) for number, some in pieces.items()}, ended))
+                marks, self._marks = self._marks, []
+            self._channel.send(Told({number: list(map(tuple, some)) for number, some in pieces.items()}, ended, marks))
             self._channel.drain()
             time.sleep(PACE)
 
@@ -62,6 +82,8 @@ def main() -> None:
                 message.url, "POST", "/v1/completions", message.body, limit=message.limit
             )
             threading.Thread(target=make, args=(message, call, outbox, calls), daemon=True).start()
+        elif isinstance(message, Mark):
+            threading.Thread(target=reach, args=(message, outbox, calls), daemon=True).start()
         elif call := calls.get(message):
             call.end()
 
@@ -85,6 +107,18 @@ def make(ask: Ask, call: Call, outbox: Outbox, calls: dict[int, Call]) -> None:
         error = traceback.format_exc()
     del calls[ask.number]
     outbox.end(Ended(ask.number, fault, error))
+
+
+def reach(mark: Mark, outbox: Outbox, calls: dict[int, Call]) -> None:
+    """The thread of one mark. It ends with the process where the servers do not stop sending."""
+    quiet, before = 0, outbox.added(mark.calls)
+    while quiet < QUIET:
+        time.sleep(0.01)
+        open_calls = [call for number in mark.calls if (call := calls.get(number))]
+        added = outbox.added(mark.calls)
+        quiet = quiet + 1 if added == before and not any(call.has_arrived for call in open_calls) else 0
+        before = added
+    outbox.mark(mark.number)
 
 
 if __name__ == "__main__":

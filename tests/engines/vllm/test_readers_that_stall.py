@@ -1,0 +1,86 @@
+"""The process that makes calls, stopped: it is waited for, then replaced, and no token gets another's version."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from tests.engines.vllm.stub_server import StubServer
+from tests.engines.vllm.stubbed import finished, requests, started, until, update
+from tests.engines.vllm.test_calls import reader_of
+from trl_a3po.engines.protocol import SamplingSettings
+from trl_a3po.engines.vllm import calls, pool
+from trl_a3po.errors import EngineError
+
+LONG = SamplingSettings(max_new_tokens=300, stop_token_ids=(1,))
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A server, an engine, and groups that have begun."""
+    server = StubServer(step=0.01, max_model_len=4096)
+    engine = started([server], tmp_path, sampling=LONG)
+    engine.submit(requests(3))
+    until(lambda: engine.stats().tokens > 20)
+    yield server, engine
+    engine.close()
+
+
+def stop(server, engine) -> int:
+    """Stop the reader while the server goes on; its id."""
+    reader, tokens = reader_of(engine), server.tokens
+    os.kill(reader, signal.SIGSTOP)
+    until(lambda: server.tokens > tokens + 60)
+    return reader
+
+
+def test_what_was_sent_before_a_publish_is_read_first_also_when_that_takes_long(running):
+    server, engine = running
+    reader = stop(server, engine)
+    threading.Timer(pool.SETTLE_LIMIT + 1, os.kill, (reader, signal.SIGCONT)).start()
+    engine.publish(update(False, 1))
+    finished(engine, 3)
+    assert engine.stats().extra["calls_failed"] == 0
+    assert engine.stats().extra["bounded_tokens"] == 0
+
+
+def test_what_is_not_read_in_time_for_a_publish_is_sampled_again(running, monkeypatch):
+    monkeypatch.setattr(pool, "SETTLE_LIMIT", 0.2)
+    monkeypatch.setattr(pool, "CATCH_UP_LIMIT", 0.5)
+    server, engine = running
+    reader = stop(server, engine)
+    engine.publish(update(False, 1))
+    finished(engine, 3)
+    assert engine.stats().extra["calls_failed"] == 3 and reader_of(engine) != reader
+
+
+def test_a_reader_that_says_nothing_is_replaced(running, monkeypatch):
+    monkeypatch.setattr(calls, "SILENCE", 3.0)
+    server, engine = running
+    reader = stop(server, engine)
+    finished(engine, 3)
+    assert engine.stats().extra["servers_lost"] == 0 and reader_of(engine) != reader
+
+
+def test_a_reader_with_nothing_to_tell_is_not_taken_for_a_silent_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "SILENCE", 3.0)
+    server = StubServer()
+    server.faults = ["hang"]
+    engine = started([server], tmp_path, request_limit=5.0)
+    try:
+        engine.submit(requests(1))
+        reader = reader_of(engine)
+        finished(engine, 1)
+        assert reader_of(engine) == reader and engine.stats().extra["timeouts"] == 1
+    finally:
+        engine.close()
+
+
+def test_a_mistake_in_the_thread_that_listens_ends_the_run(running, monkeypatch):
+    _, engine = running
+    monkeypatch.setattr(calls.Listener, "wait", lambda *args, **kwargs: 1 / 0)
+    until(lambda: engine._pool.is_over())
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        while True:
+            engine.wait(0.1)
