@@ -1,6 +1,6 @@
 """A3POTrainer on several GPUs: where the seconds of a step go, and how it grows with the GPUs that train.
 
-    python recipes/benchmarks/many_gpus.py --arms 1+1 3+1 2+2 3z+1          # all arms, one after the other
+    python recipes/benchmarks/many_gpus.py --arms 1+1 3+1 2+2 3z+1          # those it has by default
     python recipes/benchmarks/many_gpus.py --arms 3z+1 3z:grpo 3z:grpo:lora # ZeRO-3 beside GRPOTrainer's
     python recipes/benchmarks/many_gpus.py --arms 2 2z 2z:grpo 2z:lora      # the same on 2 GPUs
     python recipes/benchmarks/many_gpus.py --shape tiny --arms 1+1 --cpu    # to try the script
@@ -8,9 +8,12 @@
 An arm `3z+1` trains on 3 GPUs with ZeRO-3 and generates on 1 more; without the `z` it is DDP, and `3z` generates on
 the first of its GPUs while training waits (`schedule="sync"`). After it, `:lora` trains a rank-16 adapter, `:padded`
 pads as TRL does, and `3z:grpo` is GRPOTrainer on 3 GPUs, which is handed completions of the same lengths, so that its
-step is training alone: hold it against `train`. Random weights of the shape, bf16, completions of equal length. `idle`
-are the shares of a step in which the trainer waits for rollouts and in which the engine waits for admission; `gathers`
-are ZeRO-3's collectives for weights in a step.
+step is training alone: hold it against `train`. Random weights of the shape, bf16, completions of equal length. An arm
+that is cut at its limit is reported by the steps it had measured.
+
+`step`, `wait` (for a batch), `publish` and `train` (the rest) are seconds; `trainer idle` is the share of a step that
+is `wait`, `engine blocked` that in which `max_staleness` kept the engine from its next prompt; `gathers` are ZeRO-3's
+collectives for weights in a step, `GiB` the first trainer's peak of memory.
 """
 
 import argparse
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from arms import add_arguments, end_arm, first_token_reward, mean, prompts, run_arms, step_clock
+from arms import add_arguments, end_arm, first_token_reward, mean, prompts, run_arms, step_clock, step_notes
 
 SHAPES = {  # layers, hidden, intermediate, heads, key-value heads, tied embeddings
     "tiny": (2, 64, 128, 4, 2, True),
@@ -130,24 +133,25 @@ def train(arguments) -> None:
         callbacks=[step_clock(steps), Gathers()],
         peft_config=LoraConfig(r=16, target_modules="all-linear") if "lora" in arm.options else None,
     )
+
+    def measured() -> dict[str, float]:
+        seconds, history = mean(steps[WARM:]), trainer.state.log_history
+        result = dict.fromkeys(("wait", "publish", "engine tokens/s", "trainer idle", "engine blocked"), 0.0)
+        if "grpo" not in arm.options:
+            result = engine_side([entry for entry in history if "a3po/time/wait" in entry], seconds)
+        return result | {
+            "steps": len(steps[WARM:]),
+            "step": seconds,
+            "train": seconds - result["wait"] - result["publish"],
+            "tokens/s": arguments.completions * arguments.tokens / seconds,
+            "gathers": (gathers[-1] - gathers[WARM - 1]) / len(gathers[WARM:]),
+            "GiB": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0,
+            "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
+        }
+
+    trainer.add_callback(step_notes(arguments, WARM, measured))
     trainer.train()
-    memory = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0)
-    memories = trainer.accelerator.gather(memory.to(trainer.accelerator.device)[None])
-    if not trainer.is_world_process_zero():
-        end_arm(arguments, None)
-    seconds, history = mean(steps[WARM:]), trainer.state.log_history
-    result = dict.fromkeys(("wait", "publish", "engine tokens/s", "trainer idle", "engine blocked"), 0.0)
-    if "grpo" not in arm.options:
-        result = engine_side([entry for entry in history if "a3po/time/wait" in entry], seconds)
-    result |= {
-        "step": seconds,
-        "train": seconds - result["wait"] - result["publish"],
-        "tokens/s": arguments.completions * arguments.tokens / seconds,
-        "gathers": (gathers[-1] - gathers[WARM - 1]) / arguments.steps,
-        "GiB": memories.max().item(),
-        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
-    }
-    end_arm(arguments, result)
+    end_arm(arguments, measured() if trainer.is_world_process_zero() else None)
 
 
 def generating(arm: Arm, cpu: bool) -> dict:

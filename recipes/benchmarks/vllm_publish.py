@@ -5,9 +5,14 @@
     python recipes/benchmarks/vllm_publish.py --shape small --cpu --arms disk lora --vllm_python PYTHON   # to try it
 
 `nccl`, `ipc` and `disk` send whole weights, `lora` a rank-16 adapter; `grpo` is GRPOTrainer with the same server, and
-`grpo:1` with vLLM in its own process (`vllm_mode="colocate"`).
-Random weights of the shape, bf16, completions of equal length. Each arm runs in a process of its own, with a time
-limit, and starts its own server; the servers' logs are shown where one fails.
+`grpo:1` with vLLM in its own process (`vllm_mode="colocate"`). Random weights of the shape, bf16, completions of equal
+length. Each arm runs in a process of its own, with a time limit, and starts its own server; one that is cut at its
+limit is reported by the steps it had measured.
+
+`step`, `wait` (for a batch) and `publish` are seconds; `tokens/s` are sampled tokens over the seconds of a step,
+`engine tokens/s` over those in which the engine had any to sample. `trainer idle` is the share of a step that is
+`wait`, `engine blocked` that in which `max_staleness` kept the engine from its next prompt; of GRPOTrainer, that in
+which it did not generate.
 """
 
 import argparse
@@ -19,7 +24,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from arms import add_arguments, end_arm, first_token_reward, mean, prompts, run_arms, step_clock
+from arms import add_arguments, end_arm, first_token_reward, mean, prompts, run_arms, step_clock, step_notes
 from many_gpus import SHAPES, random_model, word_tokenizer
 
 COLUMNS = ("step", "wait", "publish", "GB/s", "tokens/s", "engine tokens/s", "trainer idle", "engine blocked")
@@ -38,7 +43,7 @@ def parse_arguments():
     parser.add_argument("--kv_on_publish", default="keep")
     parser.add_argument("--cpu", action="store_true", help="to try the script")
     parser.add_argument("--vllm_python", default=sys.executable)
-    parser.add_argument("--weights_dir", default="/dev/shm", help="folder for weights on their way by disk")
+    parser.add_argument("--weights_dir", default="/dev/shm", help="each arm gets a folder in it, for weights by disk")
     return parser.parse_args()
 
 
@@ -84,7 +89,7 @@ def train_a3po(arguments, way: str, one_gpu: bool) -> dict[str, float]:
         kv_on_publish=arguments.kv_on_publish,
         vllm_python=arguments.vllm_python,
         vllm_weight_transfer=way if way in ("nccl", "ipc") else "disk",
-        vllm_weights_dir=str(Path(arguments.weights_dir) / Path(arguments.folder).name),
+        vllm_weights_dir=str(Path(arguments.folder) / "weights"),
         vllm_gpu_memory_utilization=0.4,
     )
     trainer = A3POTrainer(
@@ -102,24 +107,29 @@ def train_a3po(arguments, way: str, one_gpu: bool) -> dict[str, float]:
             stats = trainer._session.engine.stats()
             published.append((stats.publish_seconds, stats.extra))
 
+    def measured() -> dict[str, float]:
+        history = [entry for entry in trainer.state.log_history if "a3po/time/wait" in entry][WARM:]
+        seconds, (_, extra) = mean(steps[WARM:]), published[-1]
+        publish = mean(took for took, _ in published[WARM:])
+        return {
+            "steps": len(steps[WARM:]),
+            "step": seconds,
+            "wait": mean(entry["a3po/time/wait"] for entry in history),
+            "publish": publish,
+            "GB/s": extra["published_bytes"] / publish / 1e9,
+            "tokens/s": arguments.completions * arguments.tokens / seconds,
+            "engine tokens/s": history[-1]["a3po/engine/tokens_per_second"],
+            "trainer idle": mean(entry["a3po/time/wait"] for entry in history) / seconds,
+            "engine blocked": mean(entry["a3po/time/blocked"] for entry in history) / seconds,
+            "engine start": trainer.state.log_history[0]["a3po/time/engine_start"],
+            "engine gap": trainer.state.log_history[0]["a3po/engine_gap/mean"],
+            **extra,
+        }
+
     trainer.add_callback(Published())
+    trainer.add_callback(step_notes(arguments, WARM, measured))
     trainer.train()
-    history = [entry for entry in trainer.state.log_history if "a3po/time/wait" in entry][WARM:]
-    seconds, (_, extra) = mean(steps[WARM:]), published[-1]
-    publish = mean(took for took, _ in published[WARM:])
-    return {
-        "step": seconds,
-        "wait": mean(entry["a3po/time/wait"] for entry in history),
-        "publish": publish,
-        "GB/s": extra["published_bytes"] / publish / 1e9,
-        "tokens/s": arguments.completions * arguments.tokens / seconds,
-        "engine tokens/s": history[-1]["a3po/engine/tokens_per_second"],
-        "trainer idle": mean(entry["a3po/time/wait"] for entry in history) / seconds,
-        "engine blocked": mean(entry["a3po/time/blocked"] for entry in history) / seconds,
-        "engine start": trainer.state.log_history[0]["a3po/time/engine_start"],
-        "engine gap": trainer.state.log_history[0]["a3po/engine_gap/mean"],
-        **extra,
-    }
+    return measured()
 
 
 def train_grpo(arguments, one_gpu: bool) -> dict[str, float]:
@@ -133,6 +143,22 @@ def train_grpo(arguments, one_gpu: bool) -> dict[str, float]:
     tokenizer.save_pretrained(folder)
     model.name_or_path = str(folder)
     context = 2 * arguments.prompt_tokens + arguments.tokens
+
+    def measured() -> dict[str, float]:
+        seconds, sync, generation = mean(steps[WARM:]), mean(syncs[WARM:]), mean(generations[WARM:])
+        tokens = arguments.completions * arguments.tokens
+        return {
+            "steps": len(steps[WARM:]),
+            "step": seconds,
+            "wait": generation,
+            "publish": sync,
+            "GB/s": sum(p.numel() * p.element_size() for p in model.parameters()) / sync / 1e9,
+            "tokens/s": tokens / seconds,
+            "engine tokens/s": tokens / generation,
+            "trainer idle": generation / seconds,
+            "engine blocked": 1.0 - generation / seconds,
+        }
+
     with nullcontext() if one_gpu else serving(arguments, folder, context) as url:
         args = GRPOConfig(
             **common(arguments),
@@ -149,24 +175,13 @@ def train_grpo(arguments, one_gpu: bool) -> dict[str, float]:
             args=args,
             train_dataset=prompts(arguments.prompt_tokens, len(tokenizer)),
             processing_class=tokenizer,
-            callbacks=[step_clock(steps)],
+            callbacks=[step_clock(steps), step_notes(arguments, WARM, measured)],
         )
         generation = trainer.vllm_generation
         generation.sync_weights = timed(generation.sync_weights, syncs)
         generation.generate = timed(generation.generate, generations)
         trainer.train()
-    seconds, sync = mean(steps[WARM:]), mean(syncs[WARM:])
-    tokens = arguments.completions * arguments.tokens
-    return {
-        "step": seconds,
-        "wait": mean(generations[WARM:]),
-        "publish": sync,
-        "GB/s": sum(p.numel() * p.element_size() for p in model.parameters()) / sync / 1e9,
-        "tokens/s": tokens / seconds,
-        "engine tokens/s": tokens / mean(generations[WARM:]),
-        "trainer idle": mean(generations[WARM:]) / seconds,
-        "engine blocked": 1.0 - mean(generations[WARM:]) / seconds,
-    }
+    return measured()
 
 
 @contextmanager
@@ -221,7 +236,7 @@ def main():
     arguments = parse_arguments()
     if arguments.arm:
         train(arguments)
-    run_arms(arguments, COLUMNS)
+    run_arms(arguments, COLUMNS, folders=arguments.weights_dir)
 
 
 if __name__ == "__main__":
