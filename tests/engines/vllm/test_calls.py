@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.engines.vllm.stub_server import StubServer
-from tests.engines.vllm.stubbed import SAMPLING, finished, requests, started, until
+from tests.engines.vllm.stubbed import SAMPLING, finished, requests, started, until, update
 from trl_a3po.engines.protocol import GroupFailed
 from trl_a3po.engines.vllm import calls, pool
 from trl_a3po.engines.vllm.calls import Ask, Calls, Ended
 from trl_a3po.engines.vllm.completions import completion_body
+from trl_a3po.errors import EngineError
 
 BODY = completion_body(SAMPLING, "base", "", [5], count=1, done=0, stream=True)
 
@@ -156,3 +157,23 @@ def test_the_folder_we_stand_in_does_not_matter(tmp_path, monkeypatch, folder):
         assert ended[0] == Ended(1, None, None)
     finally:
         reading.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_forked_copy_is_refused_and_its_end_ends_nothing(tmp_path):
+    server = StubServer(step=0.02)
+    engine = started([server], tmp_path)
+    try:
+        engine.submit(requests(2))
+        if (child := os.fork()) == 0:
+            try:
+                engine.close()
+                engine.submit(requests(1, first=9))
+            except EngineError as error:
+                os._exit(7 if "was forked from it" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        finished(engine, 2)
+        engine.publish(update(False, 1))
+    finally:
+        engine.close()

@@ -7,6 +7,7 @@ happens when a server dies, `publishing.py` what a publish does and what rollout
 """
 
 import logging
+import os
 import shutil
 import time
 import uuid
@@ -84,6 +85,7 @@ class VLLMEngine:
         outage_limit: float = 120.0,
         poll: float = 1.0,
     ):
+        self._owner = os.getpid()
         self._urls = list(urls)
         self._own = OwnServer(python, torch.device(device), gpu_memory, slots, threads, max_restarts)
         self._root = Path(folder).absolute() / f"engine-{uuid.uuid4().hex[:8]}"
@@ -137,6 +139,8 @@ class VLLMEngine:
             raise
 
     def close(self) -> None:
+        if os.getpid() != self._owner:  # a forked copy of the trainer owns no servers
+            return
         self._closed = True
         try:
             if self._pool is not None:
@@ -315,6 +319,11 @@ class VLLMEngine:
         return self._publishing.model_name(member)
 
     def _started(self) -> ServerPool:
+        if os.getpid() != self._owner:
+            raise EngineError(
+                f"The vLLM engine of process {self._owner} cannot be used in process {os.getpid()}, which was forked "
+                "from it: use it where it was started, or start another one there."
+            )
         if self._pool is None:
             raise EngineError("The engine was not started: call start(spec, sampling, update) first.")
         return self._pool
