@@ -93,7 +93,7 @@ def test_nothing_is_left_of_it(server):
 
 
 def test_a_call_waits_for_a_socket_that_has_no_room_and_not_longer_than_its_limit(tmp_path):
-    path = str(tmp_path / "socket")
+    path = str(tmp_path / "a socket? #1")
     with socket.socket(socket.AF_UNIX) as busy:
         busy.bind(path)
         busy.listen(0)

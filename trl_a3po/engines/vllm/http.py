@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from trl_a3po.engines.vllm.framing import dechunked, lines_of
 
@@ -128,7 +128,7 @@ class Call:
     @contextlib.contextmanager
     def _answer(self) -> Iterator[http.client.HTTPResponse]:
         deadline = time.monotonic() + self._limit
-        connection, below = _connection(urlsplit(self._base_url), min(CONNECT_LIMIT, self._limit))
+        connection, below = _connection(self._base_url, min(CONNECT_LIMIT, self._limit))
         try:
             connection.connect()
             self._socket = connection.sock
@@ -160,10 +160,11 @@ class Call:
                 self._socket.close()
 
 
-def _connection(url: SplitResult, limit: float) -> tuple[http.client.HTTPConnection, str]:
+def _connection(base_url: str, limit: float) -> tuple[http.client.HTTPConnection, str]:
     """A connection to be made, and the path below which the server answers."""
-    if url.scheme == "unix":
-        return _UnixConnection(url.path, limit), ""
+    if base_url.startswith("unix://"):
+        return _UnixConnection(base_url.removeprefix("unix://"), limit), ""
+    url = urlsplit(base_url)
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     return kind(url.hostname, url.port, timeout=limit), url.path.rstrip("/")
 
