@@ -120,14 +120,17 @@ class VLLMEngine:
             raise ValueError(f"vLLM cannot serve this adapter, because {obstacle}: set lora_sync='merged'.")
         self._sampling = sampling
         self._names = set(update.specs)
-        server = None if self._urls else self._own.device
+        transfer = None  # an adapter goes by disk
+        if spec.peft_config is None:
+            server = None if self._urls else self._own.device
+            transfer = link_to_start_for(self._transfer, self._trainer_device, server)
         self._needs = needs_of(
             spec,
             sampling,
             max_prompt_tokens=self._max_prompt_tokens,
             context=self._context,
             kept_versions=self._kept_versions,
-            transfer=link_to_start_for(self._transfer, self._trainer_device, server),
+            transfer=transfer,
             deterministic=self._deterministic,
         )
         self._root.mkdir(parents=True)

@@ -15,6 +15,7 @@ import torch
 from trl_a3po.engines.vllm.ipc import IpcTransfer, is_here
 from trl_a3po.engines.vllm.nccl import NcclTransfer
 from trl_a3po.engines.vllm.server import Facts
+from trl_a3po.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,20 @@ def link_to_start_for(
     Args:
         trainer: where the weights are.
         server: where a server of ours will compute; `None` if there are running ones.
+
+    Raises:
+        EngineError: the way that is set does not lead from one to the other.
     """
+    if setting == "nccl" and server is not None and same_gpu(trainer, server):
+        raise EngineError(
+            f"vllm_weight_transfer='nccl' takes weights from one GPU to another, but the vLLM server would be on "
+            f"{server}, the trainer's own: set 'ipc', or another engine_device."
+        )
+    if setting == "ipc" and server is not None and not same_gpu(trainer, server):
+        raise EngineError(
+            f"vllm_weight_transfer='ipc' takes weights within one GPU, but the trainer is on {trainer} and the vLLM "
+            f"server would be on {server}: set 'auto', or engine_device to the trainer's GPU."
+        )
     if setting != "auto":
         return None if setting == "disk" else setting
     if server is None or trainer.type != "cuda" or server.type != "cuda":
@@ -63,13 +77,12 @@ def link_to(
     Raises:
         EngineError: the way that is set cannot be taken.
     """
-    backends = {facts.transfer for facts in found}
-    if setting == "auto" and len(backends) == 1:
-        (backend,) = backends
+    backend = next((facts.transfer for facts in found if facts.transfer is not None), None)
+    if setting == "auto" and backend is not None:
         obstacle = _obstacle(backend, trainer, urls, found)
         if obstacle is None:
             setting = backend
-        elif backend is not None:
+        else:
             logger.warning(
                 "The vLLM servers were started to take weights by %r, but %s: they go by disk. Set "
                 "vllm_weight_transfer='disk' if that is meant.",
@@ -81,8 +94,10 @@ def link_to(
     return IpcTransfer(trainer) if setting == "ipc" else None
 
 
-def _obstacle(backend: str | None, trainer: torch.device, urls: Sequence[str], found: Sequence[Facts]) -> str | None:
+def _obstacle(backend: str, trainer: torch.device, urls: Sequence[str], found: Sequence[Facts]) -> str | None:
     """Why weights cannot go by a backend, in words that follow "but"; `None` if they can."""
+    if other := [url for url, facts in zip(urls, found, strict=True) if facts.transfer != backend]:
+        return f"{other[0]} was not"
     if backend not in ("nccl", "ipc"):
         return "this way is not known here"
     if trainer.type != "cuda":

@@ -88,7 +88,7 @@ def needs_of(
     transfer: str | None,
     deterministic: bool,
 ) -> Needs:
-    """What the run needs of a server. See `VLLMEngine` for the arguments; `transfer` is of whole weights alone."""
+    """What the run needs of a server. See `Needs` for `transfer`, `VLLMEngine` for the other arguments."""
     config, longest = spec.config.get_text_config(), (max_prompt_tokens or 1) + sampling.max_new_tokens
     if context is None:
         model_has = getattr(config, "max_position_embeddings", None)
@@ -101,7 +101,7 @@ def needs_of(
         logprobs_modes=logprobs_modes(sampling),
         max_lora_rank=spec.peft_config.r if spec.peft_config is not None else 0,
         max_loras=kept_versions if spec.peft_config is not None else 0,
-        transfer=transfer if spec.peft_config is None else None,
+        transfer=transfer,
         batch_invariant=deterministic,
         shape={name: getattr(config, name) for name in SHAPE if getattr(config, name, None) is not None},
     )
