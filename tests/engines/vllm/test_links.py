@@ -8,6 +8,7 @@ from trl_a3po.engines.vllm.ipc import IpcTransfer
 from trl_a3po.engines.vllm.links import link_to, link_to_start_for, same_gpu
 from trl_a3po.engines.vllm.nccl import NcclTransfer
 from trl_a3po.engines.vllm.server import Facts
+from trl_a3po.errors import EngineError
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 HERE, ELSEWHERE = "http://localhost:8000", "http://192.0.2.7:8000"
@@ -46,6 +47,21 @@ def test_a_gpu_without_a_number_is_the_current_one(vllm_here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert link_to_start_for("auto", FIRST, torch.device("cuda")) == "ipc"
     assert same_gpu(torch.device("cuda"), FIRST) and not same_gpu(torch.device("cuda"), SECOND)
+
+
+@pytest.mark.parametrize(
+    ("setting", "server", "why"),
+    [("nccl", FIRST, "the trainer's own"), ("ipc", SECOND, "within one GPU"), ("ipc", CPU, "within one GPU")],
+)
+def test_a_way_that_does_not_lead_to_the_server_is_refused_before_it_starts(setting, server, why):
+    with pytest.raises(EngineError, match=f"vllm_weight_transfer='{setting}' .*{why}"):
+        link_to_start_for(setting, FIRST, server)
+
+
+def test_servers_started_for_different_ways_are_sent_to_by_disk_and_that_is_said(vllm_here, caplog):
+    urls = [HERE, "http://localhost:8001"]
+    assert link_to("auto", FIRST, urls, [facts("nccl"), facts(None)]) is None
+    assert "by 'nccl', but http://localhost:8001 was not" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
