@@ -8,10 +8,8 @@ happens when a server dies, `publishing.py` what a publish does and what rollout
 
 import logging
 import os
-import shutil
 import time
 import uuid
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -20,6 +18,7 @@ import torch
 
 from trl_a3po.engines.protocol import EngineEvent, EngineStats, GroupRequest, SamplingSettings
 from trl_a3po.engines.vllm.adapters import AdapterFolders, adapter_obstacle
+from trl_a3po.engines.vllm.folders import EngineFolder
 from trl_a3po.engines.vllm.http import ConnectionFault, HttpFault, StatusFault
 from trl_a3po.engines.vllm.links import Setting, link_to, link_to_start_for
 from trl_a3po.engines.vllm.members import Member, Publication
@@ -88,7 +87,8 @@ class VLLMEngine:
         self._owner = os.getpid()
         self._urls = list(urls)
         self._own = OwnServer(python, torch.device(device), gpu_memory, slots, threads, max_restarts)
-        self._root = Path(folder).absolute() / f"engine-{uuid.uuid4().hex[:8]}"
+        self._folder = EngineFolder(Path(folder))
+        self._root = self._folder.path
         self._keeps = kv_on_publish == "keep"
         self._kept_versions = kept_versions
         self._transfer = transfer
@@ -133,8 +133,7 @@ class VLLMEngine:
             transfer=transfer,
             deterministic=self._deterministic,
         )
-        self._root.mkdir(parents=True)
-        weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
+        self._folder.make()
         try:
             self._start(spec, sampling, update)
         except BaseException:
@@ -157,7 +156,7 @@ class VLLMEngine:
                 self._process.stop()
             if self._publishing is not None:
                 self._publishing.close()
-            shutil.rmtree(self._root, ignore_errors=True)
+            self._folder.remove()
 
     # --- the protocol -------------------------------------------------------------------------------------------
 
