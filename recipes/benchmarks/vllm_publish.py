@@ -16,7 +16,6 @@ which it did not generate.
 """
 
 import argparse
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from pathlib import Path
 import torch
 from arms import add_arguments, end_arm, first_token_reward, mean, prompts, run_arms, step_clock, step_notes
 from many_gpus import SHAPES, random_model, word_tokenizer
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 COLUMNS = ("step", "wait", "publish", "GB/s", "tokens/s", "engine tokens/s", "trainer idle", "engine blocked")
 WARM = 3  # steps that are not measured
@@ -200,12 +200,8 @@ def serving(arguments, folder: Path, context: int) -> Iterator[str]:
         options={"--max-logprobs": "-1"},
     )
     log = folder.parent / "server.log"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = ServerProcess(
-        arguments.vllm_python, needs, torch.device("cuda:1"), log, threads=None, max_restarts=0, port=port
-    )
+    gpu, port = torch.device("cuda:1"), get_free_port()
+    server = ServerProcess(arguments.vllm_python, needs, gpu, log, threads=None, max_restarts=0, port=port)
     server.start()
     try:
         server.wait_until_ready(arguments.limit)

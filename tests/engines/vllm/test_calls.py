@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.running import is_buried
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import SAMPLING, finished, requests, started, until, update
 from trl_a3po.engines.protocol import GroupFailed
@@ -24,12 +25,17 @@ def reader_of(engine) -> int:
     return engine._pool._calls._worker.pid
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
+@pytest.fixture
+def ended() -> list[Ended]:
+    """The ends that `reading` has told of."""
+    return []
+
+
+@pytest.fixture
+def reading(ended):
+    calls_of_a_test = Calls(lambda told: ended.extend(told.ended))
+    yield calls_of_a_test
+    calls_of_a_test.close()
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["streamed", "whole"])
@@ -64,21 +70,16 @@ def test_a_reader_that_never_works_fails_the_group_with_its_words(tmp_path, monk
         engine.close()
 
 
-def test_a_reader_that_cannot_be_started_fails_what_it_was_to_do_and_is_tried_again(monkeypatch):
-    ended: list[Ended] = []
-    reading = Calls(lambda told: ended.extend(told.ended))
+def test_a_reader_that_cannot_be_started_fails_what_it_was_to_do_and_is_tried_again(reading, ended, monkeypatch):
     server = StubServer()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(calls, "WorkerProcess", refused)
-            reading.make(Ask(1, server.url, BODY, 5.0))
-            until(lambda: ended)
-        assert "could not be started: [Errno 11] no more processes" in str(ended[0].fault)
-        reading.make(Ask(2, server.url, BODY, 5.0))
-        until(lambda: len(ended) == 2)
-        assert ended[1] == Ended(2, None, None)
-    finally:
-        reading.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "WorkerProcess", refused)
+        reading.make(Ask(1, server.url, BODY, 5.0))
+        until(lambda: ended)
+    assert "could not be started: [Errno 11] no more processes" in str(ended[0].fault)
+    reading.make(Ask(2, server.url, BODY, 5.0))
+    until(lambda: len(ended) == 2)
+    assert ended[1] == Ended(2, None, None)
 
 
 def refused(module: str):
@@ -92,53 +93,38 @@ def test_nothing_is_left_of_it(tmp_path):
     until(lambda: server.tokens > 0)
     pid = reader_of(engine)
     engine.close()
-    assert is_gone(pid)
+    assert is_buried(pid)
     assert not [thread for thread in threading.enumerate() if thread.name == "a3po-vllm-calls"]
 
 
-def test_a_mistake_in_it_is_told_with_its_traceback():
-    ended: list[Ended] = []
-    reading = Calls(lambda told: ended.extend(told.ended))
-    try:
-        reading.make(Ask(7, "http://localhost:1", {}, 1.0))  # a body that says nothing
-        until(lambda: ended)
-        assert ended[0].number == 7 and ended[0].fault is None and "KeyError: 'n'" in ended[0].error
-    finally:
-        reading.close()
+def test_a_mistake_in_it_is_told_with_its_traceback(reading, ended):
+    reading.make(Ask(7, "http://localhost:1", {}, 1.0))  # a body that says nothing
+    until(lambda: ended)
+    assert ended[0].number == 7 and ended[0].fault is None and "KeyError: 'n'" in ended[0].error
 
 
-def test_what_a_server_answers_travels(tmp_path):
+def test_what_a_server_answers_travels(reading, ended, tmp_path):
     """With its status, by which the pool tells a refusal from an accident."""
-    ended: list[Ended] = []
-    reading = Calls(lambda told: ended.extend(told.ended))
     server = StubServer()
-    try:
-        server.faults = ["500"]
-        reading.make(Ask(1, server.url, BODY, 5.0))
-        until(lambda: ended)
-        assert ended[0].fault.status == 500 and "EngineCore encountered an issue" in str(ended[0].fault)
-    finally:
-        reading.close()
+    server.faults = ["500"]
+    reading.make(Ask(1, server.url, BODY, 5.0))
+    until(lambda: ended)
+    assert ended[0].fault.status == 500 and "EngineCore encountered an issue" in str(ended[0].fault)
 
 
-def test_a_call_that_is_ended_is_told_of_as_broken():
-    ended: list[Ended] = []
-    reading = Calls(lambda told: ended.extend(told.ended))
+def test_a_call_that_is_ended_is_told_of_as_broken(reading, ended):
     server = StubServer()
-    try:
-        server.faults = ["hang"]
-        reading.make(Ask(1, server.url, BODY, 60.0))
-        until(lambda: server.served == 1 or not server.faults)
-        reading.end(1)
-        until(lambda: ended)
-        assert type(ended[0].fault).__name__ == "ConnectionFault"
-        reading.end(1)  # it has ended: nothing
-    finally:
-        reading.close()
+    server.faults = ["hang"]
+    reading.make(Ask(1, server.url, BODY, 60.0))
+    until(lambda: server.served == 1 or not server.faults)
+    reading.end(1)
+    until(lambda: ended)
+    assert type(ended[0].fault).__name__ == "ConnectionFault"
+    reading.end(1)  # it has ended: nothing
 
 
 @pytest.mark.parametrize("folder", ["with_files", "removed"])
-def test_the_folder_we_stand_in_does_not_matter(tmp_path, monkeypatch, folder):
+def test_the_folder_we_stand_in_does_not_matter(reading, ended, tmp_path, monkeypatch, folder):
     """In a notebook it is on the import path, and the library's modules are imported by then."""
     (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / folder)
@@ -148,15 +134,10 @@ def test_the_folder_we_stand_in_does_not_matter(tmp_path, monkeypatch, folder):
     else:
         for name in ("http", "json", "queue"):
             Path(f"{name}.py").write_text("raise ImportError('this is not the library')")
-    ended: list[Ended] = []
-    reading = Calls(lambda told: ended.extend(told.ended))
     server = StubServer()
-    try:
-        reading.make(Ask(1, server.url, BODY, 5.0))
-        until(lambda: ended)
-        assert ended[0] == Ended(1, None, None)
-    finally:
-        reading.close()
+    reading.make(Ask(1, server.url, BODY, 5.0))
+    until(lambda: ended)
+    assert ended[0] == Ended(1, None, None)
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")

@@ -89,7 +89,7 @@ def test_the_noise_of_a_rollout_is_decided_by_its_seed(adapter_server):
         body = completion_body(
             sampling, server.facts().model, "seeds", range(300, 310), count=count, done=0, stream=False, seed=seed
         )
-        pieces = parse_answer(server.completion(body, 60.0).text(), count)
+        pieces = parse_answer(server.completion(body, 60.0).data(), count)
         return [piece.token_ids for piece in sorted(pieces, key=lambda piece: piece.index)]
 
     group = sampled(noise_seed(0, 5, 0, 0), 4)

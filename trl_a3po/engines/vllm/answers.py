@@ -43,9 +43,9 @@ _answer = msgspec.json.Decoder(_Answer)
 _answers = msgspec.json.Decoder(list[_Answer])
 
 
-def parse_answer(text: str, count: int) -> list[Piece]:
+def parse_answer(data: bytes, count: int) -> list[Piece]:
     """The `count` sequences of a whole answer."""
-    pieces = _pieces(_decoded(text.encode()), count)
+    pieces = _pieces(_decoded(data), count)
     if sorted(piece.index for piece in pieces) != list(range(count)):
         raise AnswerFault(f"An answer has the sequences {[p.index for p in pieces]}, but {count} were asked for.")
     if any(piece.finish is None for piece in pieces):

@@ -72,10 +72,13 @@ class Call:
         self._socket: socket.socket | None = None
         self._ended = False
 
-    def text(self) -> str:
+    def data(self) -> bytes:
         """The whole answer."""
         with self._answer() as response:
-            return response.read().decode(errors="replace")
+            return response.read()
+
+    def text(self) -> str:
+        return self.data().decode(errors="replace")
 
     def events(self) -> Iterator[list[bytes]]:
         """The data of server-sent events, those that have come at a time, until "[DONE]"; a stream that ends before

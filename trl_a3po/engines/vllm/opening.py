@@ -69,8 +69,8 @@ class OwnServer:
             threads=self.threads,
             max_restarts=self.max_restarts,
         )
-        process.start()
         try:
+            process.start()
             process.wait_until_ready(limit)
         except BaseException:
             process.stop()

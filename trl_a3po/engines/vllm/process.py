@@ -54,15 +54,18 @@ class ServerProcess:
         self.restarts = 0
         self._max_restarts = max_restarts
         self._log = log
-        self._socket = _private_folder() / "vllm.sock" if port is None else None
-        if self._socket is None:
-            self.server, where = Server(f"http://127.0.0.1:{port}"), ("--host", "127.0.0.1", "--port", str(port))
+        self._socket: Path | None = None
+        if port is None:
+            folder = _private_folder()
+            self._socket = folder / "vllm.sock"
+            url, where = f"unix://{self._socket}", ("--uds", str(self._socket))
         else:
-            self.server, where = Server(f"unix://{self._socket}"), ("--uds", str(self._socket))
-        folder = "" if self._socket is None else str(self._socket.parent)
+            folder = ""
+            url, where = f"http://127.0.0.1:{port}", ("--host", "127.0.0.1", "--port", str(port))
+        self.server = Server(url)
         model, *options = server_arguments(needs)
         self._command = [
-            *(sys.executable, "-P", guard.__file__, str(os.getpid()), folder),
+            *(sys.executable, "-P", guard.__file__, str(os.getpid()), str(folder)),
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
             *(*where, *options),
         ]

@@ -17,6 +17,7 @@ from trl_a3po.engines.embedded.process import parents_channel
 from trl_a3po.engines.vllm.answers import Piece, parse_answer, parse_events
 from trl_a3po.engines.vllm.calls import Ask, Ended, Mark, Told
 from trl_a3po.engines.vllm.http import Call, HttpFault
+from trl_a3po.engines.vllm.server import Server
 
 PACE = 0.005  # seconds from one message to the next, so that each has much to tell
 BEAT = 1.0  # seconds after which it is told that there is nothing
@@ -78,9 +79,7 @@ def main() -> None:
         except EOFError:
             os._exit(0)
         if isinstance(message, Ask):
-            call = calls[message.number] = Call(
-                message.url, "POST", "/v1/completions", message.body, limit=message.limit
-            )
+            call = calls[message.number] = Server(message.url).completion(message.body, message.limit)
             threading.Thread(target=make, args=(message, call, outbox, calls), daemon=True).start()
         elif isinstance(message, Mark):
             threading.Thread(target=reach, args=(message, outbox, calls), daemon=True).start()
@@ -100,7 +99,7 @@ def make(ask: Ask, call: Call, outbox: Outbox, calls: dict[int, Call]) -> None:
                 if fault is not None:
                     break
         else:
-            outbox.add(ask.number, parse_answer(call.text(), count))
+            outbox.add(ask.number, parse_answer(call.data(), count))
     except HttpFault as broken:
         fault = broken
     except BaseException:
