@@ -92,6 +92,13 @@ def test_nothing_is_left_of_it(server):
         server.server.ping()
 
 
+def test_nothing_is_left_of_one_that_had_died(server):
+    os.kill(pid_of(server), signal.SIGKILL)
+    assert server._process.wait(20) != 0
+    server.stop()
+    assert not folder_of(server).exists()
+
+
 def test_a_call_waits_for_a_socket_that_has_no_room_and_not_longer_than_its_limit(tmp_path):
     path = str(tmp_path / "a socket? #1")
     with socket.socket(socket.AF_UNIX) as busy:
