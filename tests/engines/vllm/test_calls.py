@@ -118,7 +118,7 @@ def test_a_call_that_is_ended_is_told_of_as_broken(reading, ended):
     reading.make(Ask(1, server.url, BODY, 60.0))
     until(lambda: server.served == 1 or not server.faults)
     reading.end(1)
-    until(lambda: ended)
+    until(lambda: ended, limit=10)  # the server would hang up after 20 s
     assert type(ended[0].fault).__name__ == "ConnectionFault"
     reading.end(1)  # it has ended: nothing
 
