@@ -146,6 +146,8 @@ def test_a_forked_copy_is_refused_and_its_end_ends_nothing(tmp_path):
     engine = started([server], tmp_path)
     try:
         engine.submit(requests(2))
+        until(lambda: server.tokens > 0)
+        asked = list(server.calls)
         if (child := os.fork()) == 0:
             try:
                 engine.close()
@@ -154,6 +156,7 @@ def test_a_forked_copy_is_refused_and_its_end_ends_nothing(tmp_path):
                 os._exit(7 if "was forked from it" in str(error) else 1)
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert server.calls == asked  # to pause, or to let go of what it serves
         finished(engine, 2)
         engine.publish(update(False, 1))
     finally:
