@@ -11,6 +11,7 @@ from tests.engines.vllm.stubbed import finished, requests, started, until, updat
 from tests.engines.vllm.test_calls import reader_of
 from trl_a3po.engines.protocol import SamplingSettings
 from trl_a3po.engines.vllm import calls, pool
+from trl_a3po.engines.vllm.http import LimitFault
 from trl_a3po.errors import EngineError
 
 LONG = SamplingSettings(max_new_tokens=300, stop_token_ids=(1,))
@@ -53,6 +54,19 @@ def test_what_is_not_read_in_time_for_a_publish_is_sampled_again(running, monkey
     engine.publish(update(False, 1))
     finished(engine, 3)
     assert engine.stats().extra["calls_failed"] == 3 and reader_of(engine) != reader
+
+
+def test_a_reader_that_does_not_end_is_said(running, monkeypatch):
+    """Or what it tells later would be of the next version."""
+    server, engine = running
+    reader = stop(server, engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(calls.WorkerProcess, "kill", lambda self: None)
+        patch.setattr(calls, "_GRACE", 0.2)
+        with pytest.raises(LimitFault, match=f"{reader}, was killed and did not end"):
+            engine._pool._calls.catch_up([0], 0.2)
+    os.kill(reader, signal.SIGCONT)
+    finished(engine, 3)
 
 
 def test_a_reader_that_says_nothing_is_replaced(running, monkeypatch):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from trl_a3po.engines.embedded.listener import Listener
 from trl_a3po.engines.embedded.process import WorkerProcess
-from trl_a3po.engines.vllm.http import HttpFault
+from trl_a3po.engines.vllm.http import HttpFault, LimitFault
 
 READER = "trl_a3po.engines.vllm.reader"
 SILENCE = 30.0  # seconds; a process that is alive says something every second
@@ -85,7 +85,11 @@ class Calls:
 
     def catch_up(self, numbers: Sequence[int], limit: float) -> None:
         """Wait until all that servers have sent of some calls has been told. A process that has not done so after
-        `limit` seconds is ended, and its calls fail without the rest."""
+        `limit` seconds is ended, and its calls fail without the rest.
+
+        Raises:
+            LimitFault: it does not end.
+        """
         with self._changed:
             worker = self._worker
             if worker is None:
@@ -94,7 +98,10 @@ class Calls:
             worker.channel.send(mark)
             if not self._changed.wait_for(lambda: mark.number in self._marked or self._worker is not worker, limit):
                 worker.kill()
-                self._changed.wait_for(lambda: self._worker is not worker, _GRACE)
+                if not self._changed.wait_for(lambda: self._worker is not worker, _GRACE):
+                    raise LimitFault(
+                        f"The process that reads vLLM's answers, {worker.pid}, was killed and did not end."
+                    )
             self._marked.discard(mark.number)
 
     def close(self) -> None:
