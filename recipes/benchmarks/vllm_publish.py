@@ -28,6 +28,7 @@ from many_gpus import SHAPES, random_model, word_tokenizer
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 COLUMNS = ("step", "wait", "publish", "GB/s", "tokens/s", "engine tokens/s", "trainer idle", "engine blocked")
+WAYS = ("nccl", "ipc", "disk", "lora", "grpo")
 WARM = 3  # steps that are not measured
 
 
@@ -44,7 +45,11 @@ def parse_arguments():
     parser.add_argument("--cpu", action="store_true", help="to try the script")
     parser.add_argument("--vllm_python", default=sys.executable)
     parser.add_argument("--weights_dir", default="/dev/shm", help="each arm gets a folder in it, for weights by disk")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    for arm in arguments.arms:
+        if arm.removesuffix(":1") not in WAYS:
+            parser.error(f"the arm {arm!r} is not known: give some of {', '.join(WAYS)}, with ':1' for one GPU")
+    return arguments
 
 
 # --- the process of an arm ----------------------------------------------------------------------------------------
