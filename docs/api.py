@@ -18,7 +18,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-import trl_a3po.engines.protocol
+import trl_a3po.protocol.engine
 from trl_a3po import A3POConfig
 
 FOLDER = Path(__file__).parent / "api"
@@ -32,7 +32,7 @@ PAGES = {  # file -> its title, what it is about, and its names
         "And what `on_group`, called with every finished group, receives and returns.",
         {
             "trl_a3po.trainer": ["A3POTrainer"],
-            "trl_a3po.rollout.records": ["Group", "Rollout", "Prompt", "Score"],
+            "trl_a3po.protocol.records": ["Group", "Rollout", "Prompt", "Score"],
             "trl_a3po.rollout.outcomes": ["Rejection"],
         },
     ),
@@ -40,12 +40,12 @@ PAGES = {  # file -> its title, what it is about, and its names
     "engines.md": (
         "Engines",
         "`A3POConfig(engine=…)` takes any object with the methods of `Engine`.\n\n"
-        + inspect.getdoc(trl_a3po.engines.protocol),
+        + inspect.getdoc(trl_a3po.protocol.engine),
         {
-            "trl_a3po.engines.protocol": [
+            "trl_a3po.protocol.engine": [
                 "Engine", "SamplingSettings", "GroupRequest", "GroupFinished", "GroupFailed", "EngineStats",
             ],
-            "trl_a3po.publish.policy": ["PolicySpec", "WeightUpdate"],
+            "trl_a3po.protocol.weights": ["PolicySpec", "WeightUpdate"],
             "trl_a3po.testing": ["StubEngine", "scripted_completion"],
         },
     ),

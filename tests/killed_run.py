@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.runs import taken_groups
 from tests.tiny import VOCAB, save_tiny_model, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
-from trl_a3po.rollout import checkpoint
+from trl_a3po.checkpoints import checkpoint
 from trl_a3po.testing import StubEngine, scripted_completion
 
 GENERATIONS, LENGTH, ROWS, BOUND = 2, 4, 12, 4

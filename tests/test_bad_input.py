@@ -25,9 +25,8 @@ from tests.runs import COMPLETE, build, logged
 from tests.tiny import VOCAB, save_tiny_model, tiny_config, tiny_prompts, tiny_tokenizer
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.checks.policy import check_sharding, check_trained_before
-from trl_a3po.errors import EngineError, RewardError
-from trl_a3po.rollout.endings import StampError
-from trl_a3po.rollout.records import Rollout
+from trl_a3po.errors import EngineError, RewardError, StampError
+from trl_a3po.protocol.records import Rollout
 from trl_a3po.testing import StubEngine
 
 

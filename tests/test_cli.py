@@ -10,12 +10,12 @@ import pytest
 from matplotlib.image import imread
 
 from tests.report.test_plot import history
-from trl_a3po.cli import main, run_names
-from trl_a3po.recipe_parts import find_function, find_rewards
+from trl_a3po.cli.main import main, run_names
+from trl_a3po.cli.recipe import find_function, find_rewards
+from trl_a3po.cli.smoke import save_smoke_model
+from trl_a3po.cli.train import run
 from trl_a3po.report.compare import COLOURS, runs_figure
 from trl_a3po.report.history import read_history
-from trl_a3po.smoke import save_smoke_model
-from trl_a3po.train import run
 
 OWN = """
 from datasets import Dataset

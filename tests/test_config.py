@@ -10,7 +10,7 @@ import torch
 from trl import GRPOConfig
 
 from trl_a3po import A3POConfig
-from trl_a3po.config import CHOICES
+from trl_a3po.config.a3po_config import CHOICES
 
 
 def config(**settings):

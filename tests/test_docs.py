@@ -11,7 +11,7 @@ from trl import GRPOConfig
 import trl_a3po
 from tests.runs import build
 from trl_a3po import A3POConfig
-from trl_a3po.config import CHOICES
+from trl_a3po.config.a3po_config import CHOICES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

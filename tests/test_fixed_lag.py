@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 from tests.runs import TakeRecorder
 from tests.tiny import VOCAB, tiny_prompts
 from trl_a3po import A3POConfig
-from trl_a3po.rollout.endings import GenerationFailed
-from trl_a3po.rollout.outcomes import Rejection
+from trl_a3po.errors import GenerationFailed
+from trl_a3po.protocol.records import Rejection
 from trl_a3po.testing import StubEngine, scripted_completion
 
 TIMINGS = (

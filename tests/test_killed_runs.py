@@ -12,8 +12,8 @@ from collections import Counter
 import pytest
 
 from tests.killed_run import BOUND, GENERATIONS, ROWS
+from trl_a3po.checkpoints import checkpoint
 from trl_a3po.report.timeline import read_timeline
-from trl_a3po.rollout import checkpoint
 
 START_SECONDS, STEP_SECONDS = 240, 60
 

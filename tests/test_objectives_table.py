@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from trl_a3po import A3POConfig
-from trl_a3po.checks.objective import check_objective
-from trl_a3po.config import CHOICES
+from trl_a3po.config.a3po_config import CHOICES
+from trl_a3po.config.check_objective import check_objective
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "objectives.md"
 EXTRA = {

@@ -21,11 +21,10 @@ from tests.periodic import (
 from tests.runs import COMPLETE, GENERATIONS, assert_same_gradients, build, complete_or_stop, logged
 from tests.tiny import save_tiny_model
 from trl_a3po import A3POConfig
-from trl_a3po.checks.schedule import check_periodic
-from trl_a3po.engines.protocol import GroupFailed
-from trl_a3po.errors import RewardError
-from trl_a3po.rollout.endings import GenerationFailed
-from trl_a3po.rollout.outcomes import Rejection
+from trl_a3po.config.check_schedule import check_periodic
+from trl_a3po.errors import GenerationFailed, RewardError
+from trl_a3po.protocol.engine import GroupFailed
+from trl_a3po.protocol.records import Rejection
 from trl_a3po.testing import StubEngine
 
 

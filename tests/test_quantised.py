@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from tests.runs import RunsAhead, build, logged
 from tests.tiny import save_tiny_model
 from trl_a3po.engines.vllm.opening import base_weights
+from trl_a3po.models.replica import build_replica, load_update, named_weights
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.publish.perturb import known_logps
 from trl_a3po.publish.quantised import is_quantised, keep_trainable
-from trl_a3po.publish.replica import build_replica, load_update, named_weights
 
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
 PROMPTS, COMPLETIONS = [[3, 4, 5, 6]], [[7, 8, 9, 10, 11, 12]]

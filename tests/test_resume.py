@@ -18,9 +18,9 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.runs import TakeRecorder
 from tests.tiny import VOCAB, tiny_prompts
 from trl_a3po import A3POConfig
+from trl_a3po.checkpoints import checkpoint
 from trl_a3po.errors import CheckpointError
 from trl_a3po.report.timeline import read_timeline
-from trl_a3po.rollout import checkpoint
 from trl_a3po.testing import StubEngine, scripted_completion
 
 GENERATIONS, LENGTH = 4, 6

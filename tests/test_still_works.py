@@ -35,7 +35,7 @@ from tests.runs import (
 )
 from tests.tiny import VOCAB, tiny_prompts, tiny_tokenizer
 from trl_a3po import A3POTrainer
-from trl_a3po.rollout.rewards import RewardScorer
+from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.testing import StubEngine
 
 pytestmark = pytest.mark.usefixtures("same_rows_in_each_micro_batch")

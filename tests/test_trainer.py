@@ -14,8 +14,8 @@ from tests.tiny import VOCAB, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.errors import EngineError, RewardError
 from trl_a3po.objectives import asympo_loss, decoupled_loss, proximal_logps, spo_loss
+from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.rollout.queue import GenerationQueue
-from trl_a3po.rollout.rewards import RewardScorer
 from trl_a3po.session import Session
 from trl_a3po.testing import StubEngine, scripted_completion
 

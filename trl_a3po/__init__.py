@@ -14,8 +14,8 @@ __all__ = ["A3POConfig", "A3POTrainer", "Group", "Rejection"]
 _MODULES = {
     "A3POConfig": "trl_a3po.config",
     "A3POTrainer": "trl_a3po.trainer",
-    "Group": "trl_a3po.rollout.records",
-    "Rejection": "trl_a3po.rollout.outcomes",
+    "Group": "trl_a3po.protocol.records",
+    "Rejection": "trl_a3po.protocol.records",
 }
 
 check_trl_version()

@@ -28,3 +28,19 @@ class CheckpointError(A3POError):
 
 class TeamError(A3POError):
     """Another process of the run died, or stopped answering."""
+
+
+class QueueClosed(A3POError):
+    """The queue was closed before or during the call."""
+
+
+class GenerationFailed(A3POError):
+    """A prompt failed as often as it may be tried."""
+
+
+class StampError(A3POError):
+    """A token's version cannot be true: older than what was published at its submission, or newer than the trainer."""
+
+
+class EndOfData(Exception):
+    """Not an error: every take of the run has been handed out, or the prompts do not suffice for another batch."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from trl_a3po.engines.protocol import EngineEvent, EngineStats, GroupFinished, GroupRequest, SamplingSettings
-from trl_a3po.publish.policy import PolicySpec, WeightUpdate
-from trl_a3po.publish.replica import build_replica, load_update
-from trl_a3po.rollout.records import Rollout
+from trl_a3po.models.replica import build_replica, load_update
+from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupFinished, GroupRequest, SamplingSettings
+from trl_a3po.protocol.records import Rollout
+from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 
 Completion = Callable[[Sequence[int], int], list[int]]
 
@@ -30,7 +30,7 @@ def scripted_completion(vocab_size: int, max_new_tokens: int, first_token: int =
 
 
 class StubEngine:
-    """An engine (`trl_a3po.engines.protocol.Engine`) in the calling process.
+    """An engine (`trl_a3po.protocol.engine.Engine`) in the calling process.
 
     Args:
         complete: `(prompt_ids, rollout number) -> token ids` of the completion.

@@ -37,17 +37,17 @@ from trl_a3po.checks.arguments import (
 from trl_a3po.checks.completions import check_completions, check_some_reward, has_reward
 from trl_a3po.checks.data import check_columns, check_dataset
 from trl_a3po.checks.policy import check_policy, check_sharding, check_trained_before
-from trl_a3po.checks.schedule import check_periodic
 from trl_a3po.config import A3POConfig
-from trl_a3po.distributed.dealing import dealt_rows, share_of
+from trl_a3po.config.check_schedule import check_periodic
+from trl_a3po.distributed.rank_shares import dealt_rows, share_of
+from trl_a3po.distributed.rank_watch import Watch
 from trl_a3po.distributed.shared_folder import check_shared
 from trl_a3po.distributed.team import Team
-from trl_a3po.distributed.watch import Watch
 from trl_a3po.forward.training import TrainingForward
+from trl_a3po.models.unwrap import base_model
 from trl_a3po.objectives import token_staleness
 from trl_a3po.objectives.choose import chosen_anchor
-from trl_a3po.period import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
-from trl_a3po.publish.collect import base_model
+from trl_a3po.protocol.records import Group
 from trl_a3po.publish.quantised import dtypes_kept, keep_trainable
 from trl_a3po.report.completions_table import RowWeights, completion_columns
 from trl_a3po.report.loss_metrics import LossMetrics
@@ -55,15 +55,15 @@ from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.report.plan import trainer_plan
 from trl_a3po.report.run_timeline import StepTimes
 from trl_a3po.report.take_metrics import TakeMetrics, add_seconds
+from trl_a3po.rollout.batch_rows import Row, behavior_versions, replay_logs, replayed_rewards, rollouts_of
 from trl_a3po.rollout.group_filter import OnGroup
-from trl_a3po.rollout.records import Group
-from trl_a3po.rollout.rows import Row, behavior_versions, replay_logs, replayed_rewards, rollouts_of
 from trl_a3po.session import Session
-from trl_a3po.session.engine import engine_dtype, engine_slots, sampling_settings
-from trl_a3po.session.policy import trained_policy, zero_stage
+from trl_a3po.session.build_engine import engine_dtype, engine_slots, sampling_settings
+from trl_a3po.session.build_scorer import reward_functions
 from trl_a3po.session.resuming import RunState, begin_run, choose_checkpoint, load_run, warn_of_earlier_runs
-from trl_a3po.session.rewards import reward_functions
 from trl_a3po.session.saving import named_on_error, rotation_held, save_run, written_whole
+from trl_a3po.session.trained_policy import trained_policy, zero_stage
+from trl_a3po.step_normalizer import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
 
 check_trl_hooks(GRPOTrainer)
 

@@ -23,9 +23,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 import trl_a3po.trainer
 from trl_a3po import A3POConfig, A3POTrainer
-from trl_a3po.distributed.dealing import dealt_rows, imbalance, row_cost
-from trl_a3po.engines.protocol import EngineStats, GroupFinished
-from trl_a3po.rollout.records import Rollout
+from trl_a3po.distributed.rank_shares import dealt_rows, imbalance, row_cost
+from trl_a3po.protocol.engine import EngineStats, GroupFinished
+from trl_a3po.protocol.records import Rollout
 
 SHAPES = {  # layers, hidden, intermediate, heads, key-value heads
     "tiny": (2, 64, 128, 4, 2),

@@ -8,7 +8,7 @@ The cost of a row is `row_cost`: its length, and the square of it for attention.
 import random
 from time import perf_counter
 
-from trl_a3po.distributed.dealing import deal, imbalance, row_cost
+from trl_a3po.distributed.rank_shares import deal, imbalance, row_cost
 
 PROMPT, HIDDEN, GROUPS_A_PROCESS, GENERATIONS, TRIALS = 128, 1536, 8, 8, 20
 

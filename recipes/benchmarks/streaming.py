@@ -16,10 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from trl_a3po.engines.protocol import GroupFinished, GroupRequest, SamplingSettings
-from trl_a3po.engines.vllm.members import Publication
 from trl_a3po.engines.vllm.pool import ServerPool
+from trl_a3po.engines.vllm.pooled_server import Publication
 from trl_a3po.engines.vllm.server import Facts, Server
+from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettings
 
 ROLLOUTS = 8  # of a group
 

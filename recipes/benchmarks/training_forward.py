@@ -33,7 +33,7 @@ from trl_a3po.forward.attention import install
 from trl_a3po.forward.cost import ModelShape, cost, padded_cost
 from trl_a3po.forward.layout import PackedBatch, pack, prompt_mates
 from trl_a3po.forward.packed import packed_logps
-from trl_a3po.publish.collect import base_model
+from trl_a3po.models.unwrap import base_model
 
 # name -> (model type, configuration, whether a LoRA adapter is trained); the shapes of SmolLM2-135M, Qwen3-0.6B,
 # Qwen2.5-1.5B and Llama-3.1-8B.

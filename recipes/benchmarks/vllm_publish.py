@@ -192,7 +192,7 @@ def train_grpo(arguments, one_gpu: bool) -> dict[str, float]:
 @contextmanager
 def serving(arguments, folder: Path, context: int) -> Iterator[str]:
     """The URL of a server on the second GPU that GRPOTrainer can send weights to."""
-    from trl_a3po.engines.vllm.process import ServerProcess
+    from trl_a3po.engines.vllm.server_process import ServerProcess
     from trl_a3po.engines.vllm.startup import Needs
 
     needs = Needs(

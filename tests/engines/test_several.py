@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 from tests.runs import COMPLETE, LENGTH
 from tests.tiny import save_tiny_model, tiny_config, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
-from trl_a3po.engines.protocol import GroupRequest, SamplingSettings
 from trl_a3po.engines.several import SeveralEngines
 from trl_a3po.errors import DeliveryError
+from trl_a3po.protocol.engine import GroupRequest, SamplingSettings
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.testing import StubEngine
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.tiny import SHAPE, VOCAB
 from trl_a3po.forward.attention import install
-from trl_a3po.publish.collect import base_model
+from trl_a3po.models.unwrap import base_model
 
 TEMPERATURE = 0.7
 _MIXED = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}

@@ -8,7 +8,7 @@ from tests.forward.models import MODELS, micro_batch, packable, separate, tiny_m
 from trl_a3po.forward import attention
 from trl_a3po.forward.layout import pack, prompt_mates
 from trl_a3po.forward.packed import packed_logps
-from trl_a3po.publish.collect import base_model
+from trl_a3po.models.unwrap import base_model
 
 # Norms and rotations of transformers run in float32 in a model of any dtype: differences of 1e-8.
 TOLERANCE = 1e-7

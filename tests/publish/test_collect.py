@@ -16,10 +16,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from trl_a3po.models.replica import build_replica, load_update, named_weights
+from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.publish.merged import collect_merged, merged_spec
-from trl_a3po.publish.policy import WeightUpdate
-from trl_a3po.publish.replica import build_replica, load_update, named_weights
 
 SHAPE = {
     "vocab_size": 61,

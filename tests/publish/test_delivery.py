@@ -8,15 +8,15 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import VOCAB, tiny_config
-from trl_a3po.engines.embedded.engine import TransformersEngine
-from trl_a3po.engines.protocol import SamplingSettings
+from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
 from trl_a3po.errors import DeliveryError
+from trl_a3po.models.replica import load_update
+from trl_a3po.protocol.engine import SamplingSettings
+from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.collect import collect_weights, policy_parts, policy_spec
 from trl_a3po.publish.delivery import DeliveryCheck, KnownTokens, Start, later_fault
 from trl_a3po.publish.merged import collect_merged, merged_parts, merged_spec
 from trl_a3po.publish.perturb import WholePolicy, known_logps, perturbed_weights, with_weights
-from trl_a3po.publish.policy import WeightUpdate
-from trl_a3po.publish.replica import load_update
 from trl_a3po.testing import StubEngine, completion_logps, scripted_completion
 
 PROMPTS = [[5, 9, 12, 30], [7, 40, 3, 22, 8, 15], [33, 21, 50, 11, 60]]

@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trl_a3po.protocol.weights import GatheredTensors
 from trl_a3po.publish.partitioned import buckets
-from trl_a3po.publish.policy import GatheredTensors
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 60))

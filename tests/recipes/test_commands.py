@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from tests.recipes.headers import RECIPES, ROOT, UNAVAILABLE, commands, launcher_value, train_arguments
-from trl_a3po.train import make_parser
+from trl_a3po.cli.train import make_parser
 
 HEADERS = [(path.name, words) for path in RECIPES for words in commands(path.read_text())]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tests.recipes.headers import RECIPES, UNAVAILABLE
-from trl_a3po.recipe_parts import NEED_MATH_VERIFY
-from trl_a3po.smoke import save_smoke_model
-from trl_a3po.train import run
+from trl_a3po.cli.recipe import NEED_MATH_VERIFY
+from trl_a3po.cli.smoke import save_smoke_model
+from trl_a3po.cli.train import run
 
 pytest.importorskip("math_verify", reason="the recipes' reward is math-verify's")
 NEEDS_A_SERVER = {"vllm_same_machine", "vllm_elsewhere"}

@@ -4,7 +4,7 @@ import pytest
 
 from tests.engines.vllm.conftest import vllm_python  # noqa: F401
 from tests.recipes.headers import ROOT
-from trl_a3po.train import run
+from trl_a3po.cli.train import run
 
 pytestmark = pytest.mark.vllm
 

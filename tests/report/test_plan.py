@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import save_tiny_model, tiny_config, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
-from trl_a3po.config import CHOICES
+from trl_a3po.config.a3po_config import CHOICES
 from trl_a3po.report.plan import cache_numbers_per_token, trainer_plan
 
 

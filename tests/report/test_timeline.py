@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from tests.runs import COMPLETE, TakeRecorder, build
 from trl_a3po import Rejection
-from trl_a3po.engines.protocol import GroupFailed
+from trl_a3po.protocol.engine import GroupFailed
 from trl_a3po.report.compare import runs_figure
 from trl_a3po.report.gantt import PHASES, draw_gantt, rows_of
 from trl_a3po.report.history import by_staleness, read_history

@@ -5,10 +5,10 @@ import threading
 import time
 from itertools import count, islice
 
-from trl_a3po.engines.protocol import EngineStats, GroupFailed, GroupFinished
-from trl_a3po.publish.policy import WeightUpdate
-from trl_a3po.rollout.prompts import PromptStream
-from trl_a3po.rollout.records import Rollout, Score
+from trl_a3po.protocol.engine import EngineStats, GroupFailed, GroupFinished
+from trl_a3po.protocol.records import Rollout, Score
+from trl_a3po.protocol.weights import WeightUpdate
+from trl_a3po.rollout.prompt_stream import PromptStream
 
 
 def make_rollout(versions):

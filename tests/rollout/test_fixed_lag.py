@@ -5,13 +5,12 @@ import random
 import pytest
 
 from tests.rollout.queue_fakes import make_prompts, make_rollout, update, zero_score
-from trl_a3po.engines.protocol import GroupFailed, GroupFinished
-from trl_a3po.errors import StallError
-from trl_a3po.rollout.admission import TakePlan
+from trl_a3po.errors import GenerationFailed, StallError, StampError
+from trl_a3po.protocol.engine import GroupFailed, GroupFinished
+from trl_a3po.protocol.records import Rejection
 from trl_a3po.rollout.core import QueueCore
-from trl_a3po.rollout.endings import GenerationFailed, StampError
-from trl_a3po.rollout.outcomes import Rejection
 from trl_a3po.rollout.queue import GenerationQueue
+from trl_a3po.rollout.take_plan import TakePlan
 from trl_a3po.rollout.waiting import starved
 from trl_a3po.testing import StubEngine
 

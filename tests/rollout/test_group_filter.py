@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_a3po.errors import RewardError
+from trl_a3po.protocol.records import Group, Prompt, Rejection, Rollout, Score
 from trl_a3po.rollout.group_filter import GroupFilter, has_no_variance
-from trl_a3po.rollout.outcomes import Rejection
-from trl_a3po.rollout.records import Group, Prompt, Rollout, Score
 
 NAN = math.nan
 

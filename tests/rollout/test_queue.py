@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.queue_fakes import FakeEngine, make_prompts, update, zero_score
-from trl_a3po.errors import A3POError, EngineError, RewardError, StallError
-from trl_a3po.rollout.admission import starves
-from trl_a3po.rollout.endings import EndOfData, GenerationFailed, QueueClosed
-from trl_a3po.rollout.outcomes import Rejection
+from trl_a3po.errors import A3POError, EndOfData, EngineError, GenerationFailed, QueueClosed, RewardError, StallError
+from trl_a3po.protocol.records import Rejection
 from trl_a3po.rollout.queue import GenerationQueue
+from trl_a3po.rollout.take_plan import starves
 
 
 @contextmanager

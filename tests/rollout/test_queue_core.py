@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.queue_fakes import make_prompts, make_rollout, zero_score
-from trl_a3po.engines.protocol import GroupFailed, GroupFinished
-from trl_a3po.errors import EngineError, StallError
-from trl_a3po.rollout.admission import TakePlan, starves
+from trl_a3po.errors import EngineError, GenerationFailed, StallError, StampError
+from trl_a3po.protocol.engine import GroupFailed, GroupFinished
+from trl_a3po.protocol.records import Rejection
 from trl_a3po.rollout.core import QueueCore
-from trl_a3po.rollout.endings import GenerationFailed, StampError
-from trl_a3po.rollout.outcomes import Rejection
+from trl_a3po.rollout.take_plan import TakePlan, starves
 
 
 def make_core(*, number=None, batch=2, bound=1, version_of_take=lambda take: take, takes=100, attempts=3, **kwargs):

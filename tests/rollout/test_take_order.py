@@ -3,8 +3,8 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_a3po.rollout.admission import TakePlan
 from trl_a3po.rollout.take_order import choose_batch
+from trl_a3po.rollout.take_plan import TakePlan
 
 
 def choose(ready, submitted, *, batch=2, bound=1, next_take=0, takes_end=100):

@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, ProcessorMixin
 
 from trl_a3po.config import A3POConfig
-from trl_a3po.rollout.reward_messages import pickled_functions
+from trl_a3po.rewards.messages import pickled_functions
 
 
 def check_arguments(model: Any, reward_funcs: Any, args: A3POConfig, others: dict[str, Any]) -> None:

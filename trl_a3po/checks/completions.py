@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from trl_a3po.errors import EngineError, RewardError
-from trl_a3po.rollout.records import Group
+from trl_a3po.protocol.records import Group
 
 
 def check_completions(groups: Sequence[Group], max_completion_length: int, vocab_size: int) -> None:

@@ -10,13 +10,13 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from trl_a3po.config import A3POConfig
-from trl_a3po.engines.embedded.architecture import check_architecture
-from trl_a3po.engines.embedded.sampling import check_sampling
-from trl_a3po.engines.protocol import SamplingSettings
+from trl_a3po.engines.transformers.architecture import check_architecture
+from trl_a3po.engines.transformers.sampling import check_sampling
 from trl_a3po.engines.vllm.completions import logprobs_modes
+from trl_a3po.protocol.engine import SamplingSettings
+from trl_a3po.publish.adapter_or_merged import sent_spec
 from trl_a3po.publish.perturb import evaluating
 from trl_a3po.publish.quantised import is_quantised
-from trl_a3po.publish.sent import sent_spec
 
 
 def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling: SamplingSettings) -> None:

@@ -1,6 +1,6 @@
 """Several engines as one: each request goes to the one with the least to do, each publish to all of them.
 
-Guarantees: those of `engines/protocol.py`, as each of the engines gives them; a token's version is that of the engine
+Guarantees: those of `protocol/engine.py`, as each of the engines gives them; a token's version is that of the engine
 that sampled it; a request submitted after `publish` returned is sampled from the published version or a newer one,
 because all engines have it by then; an engine beyond recovery ends the run, as a single one would.
 """
@@ -8,8 +8,8 @@ because all engines have it by then; an engine beyond recovery ends the run, as 
 import itertools
 from collections.abc import Sequence
 
-from trl_a3po.engines.protocol import Engine, EngineEvent, EngineStats, GroupRequest, SamplingSettings
-from trl_a3po.publish.policy import PolicySpec, WeightUpdate
+from trl_a3po.protocol.engine import Engine, EngineEvent, EngineStats, GroupRequest, SamplingSettings
+from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 
 
 class SeveralEngines:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from trl import GRPOConfig
 
-from trl_a3po.distributed.hands import deal_hands
+from trl_a3po.distributed.balance import deal_hands
 
 
 def arrange(costs: Sequence[float], mates: Sequence[Sequence[int]], rows_per_micro_batch: int) -> list[int]:

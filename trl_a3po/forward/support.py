@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 
 from trl_a3po.forward.attention import plain_implementation
-from trl_a3po.publish.collect import base_model
+from trl_a3po.models.unwrap import base_model
 
 # Attention by position, nothing learned by index, no state but keys and values, log-probs of dense layers only. The
 # tests hold each of them against separate sequences.

@@ -23,7 +23,7 @@ from trl_a3po.forward.self_check import check_rows, verdicts
 from trl_a3po.forward.support import packing_refusal
 from trl_a3po.forward.varlen import kernel_refusal
 from trl_a3po.forward.zero_traces import ZeroTraces
-from trl_a3po.publish.collect import base_model
+from trl_a3po.models.unwrap import base_model
 
 logger = logging.getLogger(__name__)
 

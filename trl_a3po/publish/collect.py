@@ -15,10 +15,11 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trl_a3po.forward.attention import plain_implementation
-from trl_a3po.publish.parts import Part, whole_update
-from trl_a3po.publish.policy import PolicySpec, WeightUpdate
+from trl_a3po.models.replica import named_weights
+from trl_a3po.models.unwrap import active_adapter, base_model
+from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 from trl_a3po.publish.quantised import dequantised, drop_quantisation, is_quantised, owner
-from trl_a3po.publish.replica import named_weights
+from trl_a3po.publish.update_parts import Part, whole_update
 
 
 def policy_spec(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> PolicySpec:
@@ -79,22 +80,6 @@ def collect_weights(model: PreTrainedModel | PeftModel, version: int, *, complet
             require a gradient, and persistent buffers.
     """
     return whole_update(policy_parts(model), version, complete=complete)
-
-
-def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """The `PreTrainedModel` inside, with any adapter layers still in it."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-def active_adapter(model: PeftModel) -> str:
-    """Name of the adapter being trained. Raises `ValueError` when there is not exactly one."""
-    adapters = model.active_adapters
-    if len(adapters) != 1:
-        raise ValueError(
-            f"The policy's active adapters are {adapters}, but exactly one can be trained: call "
-            "`model.set_adapter(name)` first."
-        )
-    return adapters[0]
 
 
 def _other_adapters(model: PreTrainedModel | PeftModel) -> set[str]:

@@ -1,6 +1,6 @@
 """The delivery check: an engine samples from the weights that were published to it, or the run ends.
 
-Guarantees, for any engine of `engines/protocol.py`:
+Guarantees, for any engine of `protocol/engine.py`:
 - at start a perturbed copy of the weights is published, and the engine's log-probs of known tokens must move as the
   trainer's do; then the true weights are published again, and they must move back;
 - later, every so many optimizer steps, the engine must be closer to the version published last than to any version
@@ -23,9 +23,9 @@ from typing import Protocol
 
 import torch
 
-from trl_a3po.engines.protocol import Engine
 from trl_a3po.errors import DeliveryError
-from trl_a3po.publish.policy import WeightUpdate
+from trl_a3po.protocol.engine import Engine
+from trl_a3po.protocol.weights import WeightUpdate
 
 NUM_TEXTS, PROMPT_TOKENS, COMPLETION_TOKENS = 2, 8, 8
 SMALL_ERROR, LARGE_ERROR = 0.05, 0.2  # as parts of the trainer's movement

@@ -14,9 +14,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
-from trl_a3po.publish.collect import active_adapter, base_model, plain_config
-from trl_a3po.publish.parts import Part, whole_update
-from trl_a3po.publish.policy import PolicySpec, WeightUpdate
+from trl_a3po.models.unwrap import active_adapter, base_model
+from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
+from trl_a3po.publish.collect import plain_config
+from trl_a3po.publish.update_parts import Part, whole_update
 
 
 def merged_spec(model: PeftModel, dtype: torch.dtype) -> PolicySpec:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from trl_a3po.distributed.team import Team
-from trl_a3po.publish.parts import Part, full_shape
+from trl_a3po.protocol.weights import GatheredTensors, WeightUpdate
 from trl_a3po.publish.perturb import Pattern, evaluating
-from trl_a3po.publish.policy import GatheredTensors, WeightUpdate
+from trl_a3po.publish.update_parts import Part, full_shape
 
 BUCKET_BYTES = 256 * 2**20
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from trl_a3po.publish.parts import Part, whole_update
-from trl_a3po.publish.policy import WeightUpdate
+from trl_a3po.protocol.weights import WeightUpdate
+from trl_a3po.publish.update_parts import Part, whole_update
 
 _PATTERN = 65_537  # a prime, so that rows of a matrix do not repeat
 _HEAD = 3.0  # times more for the output layer, or layers before it drown what a stale copy of it would show

@@ -12,7 +12,7 @@ from peft.utils.integrations import dequantize_module_weight, get_bnb_param_type
 from torch import nn
 from transformers import PreTrainedConfig
 
-from trl_a3po.publish.parts import Part
+from trl_a3po.publish.update_parts import Part
 
 
 def keep_trainable(model: nn.Module) -> None:

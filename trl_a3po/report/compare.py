@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from trl_a3po.report.gantt import LEGEND, PALE_AMBER, Lines, draw_gantt
-from trl_a3po.report.look import (
+from trl_a3po.report.chart_style import (
     AMBER,
     BLUE,
     GREEN,
@@ -26,7 +25,16 @@ from trl_a3po.report.look import (
     picture_path,
     tidy_axes,
 )
-from trl_a3po.report.numbers import TIMES, History, entries_with, running_mean, series, steps_covered, time_split
+from trl_a3po.report.gantt import LEGEND, PALE_AMBER, Lines, draw_gantt
+from trl_a3po.report.history_arrays import (
+    TIMES,
+    History,
+    entries_with,
+    running_mean,
+    series,
+    steps_covered,
+    time_split,
+)
 
 WIDE = 4.0  # largest over smallest w or r, above which the scale is logarithmic
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", AMBER, "#56b4e9", INK)  # Okabe and Ito

@@ -9,7 +9,7 @@ from collections.abc import MutableSequence, Sequence
 import torch
 
 from trl_a3po.distributed.team import Team
-from trl_a3po.rollout.rows import Row, rollouts_of
+from trl_a3po.rollout.batch_rows import Row, rollouts_of
 
 
 def completion_columns(rows: Sequence[Row], version: int) -> dict[str, list]:

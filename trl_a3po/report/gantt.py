@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from trl_a3po.report.look import AMBER, BLUE, GREEN, GREY, ORANGE, RULE, VIOLET
+from trl_a3po.report.chart_style import AMBER, BLUE, GREEN, GREY, ORANGE, RULE, VIOLET
 
 Lines = list[dict[str, Any]]
 

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from trl_a3po.report.look import AMBER, BLUE, GREEN, GREY, INK, ORANGE, dots, end_labels, faint, name_axes, ramp
-from trl_a3po.report.numbers import (
+from trl_a3po.report.chart_style import AMBER, BLUE, GREEN, GREY, INK, ORANGE, dots, end_labels, faint, name_axes, ramp
+from trl_a3po.report.history_arrays import (
     FRACTIONS,
     MOST_BARS,
     TIMES,

@@ -1,7 +1,7 @@
-"""What a configuration resolves to, in words and numbers, before anything is started.
+"""What a run resolves to, in words and numbers, before anything is started: the plan of its configuration, with the
+model's memory.
 
-Guarantees: pure functions of the configuration and of the model's shape; every number is the one the run will use,
-except for the memory, which is an estimate that leaves out activations.
+Guarantees: pure functions; the memory is an estimate that leaves out activations.
 """
 
 from dataclasses import dataclass
@@ -9,41 +9,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from trl_a3po.config import A3POConfig
-from trl_a3po.publish.parts import full_shape
+from trl_a3po.config.plan import config_plan, table
+from trl_a3po.publish.update_parts import full_shape
 
 GIB = 2**30
 ADAM_STATES = 2
 FP32_BYTES = 4
-
-
-def config_plan(args: A3POConfig) -> str:
-    """The plan as far as the configuration alone decides it."""
-    groups = args.groups_per_batch
-    steps = args.optimizer_steps_per_generation
-    bound = args.staleness_bound
-    ahead = bound // steps
-    engine = args.engine if isinstance(args.engine, str) else type(args.engine).__name__
-    if args.engine == "vllm":
-        engine = f"vllm on {', '.join(args.vllm_server_urls or ()) or 'a server started for the run'}"
-    lines = {
-        "generation batch": f"{groups} prompts x {args.num_generations} completions (B = {groups})",
-        "optimizer steps a batch": f"K = {steps}"
-        + (f" ({args.num_iterations} iterations)" if args.num_iterations > 1 else ""),
-        "schedule": f"{args.schedule}, {'at most' if args.lag is None else 'exactly'} {bound} optimizer steps stale",
-        "generated ahead": f"up to {ahead} batches ({ahead * groups} prompts) besides the one in training"
-        if args.schedule != "periodic"
-        else f"nothing; a batch is trained {groups // args.takes_per_generation} finished prompts at a time",
-        "weights published": "at the start of every batch"
-        if args.lag is not None or args.schedule == "periodic"
-        else f"when {args.weight_sync_steps} optimizer steps old, at the start of a batch",
-        "objective": f"{args.objective}, {_objective_detail(args)}, loss_type {args.loss_type}",
-        "engine": f"{engine}, {args.engine_slots or 'automatic'} slots, kv_on_publish {args.kv_on_publish}"
-        + (", deterministic" if args.deterministic else ""),
-        "completions": f"at most {args.max_completion_length} tokens at temperature {args.temperature:g}",
-        "rewards": _rewards_detail(args),
-        "longest silent wait": f"{args.stall_timeout:g} s",
-    }
-    return _table(lines)
 
 
 @dataclass(frozen=True)
@@ -100,7 +71,7 @@ def trainer_plan(
             f"{_gib(2 * replica + cache)} (replica {_gib(replica)}, published copy {_gib(replica)}, "
             f"cache of {slots} completions {_gib(cache)}), and the cache of their prompts"
         )
-    return f"{config_plan(args)}\n{_table(lines)}"
+    return f"{config_plan(args)}\n{table(lines)}"
 
 
 def cache_numbers_per_token(config) -> int:
@@ -109,40 +80,6 @@ def cache_numbers_per_token(config) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim
-
-
-def _objective_detail(args: A3POConfig) -> str:
-    match args.objective:
-        case "decoupled":
-            cap = (
-                "no cap"
-                if args.behavior_weight_mode == "none"
-                else f"{args.behavior_weight_mode} at {args.behavior_weight_cap:g}"
-            )
-            return f"proximal policy {args.proximal_method}, behavior weight per {args.behavior_weight_level}: {cap}"
-        case "asympo":
-            return f"scale at least {args.asympo_min_scale:g}"
-        case "spo":
-            return f"negative advantages x {args.spo_negative_scale:g}"
-        case "masked_is":
-            kept = f"{args.masked_is_lower:g} to {args.masked_is_upper:g}"
-            return f"proximal policy {args.proximal_method}, weights {kept}"
-        case "aipo":
-            return f"behavior ratio at most {args.aipo_cap:g}"
-        case "m2po":
-            return f"second moment at most {args.m2po_threshold:g}"
-    raise NotImplementedError(f"objective={args.objective!r} has no line in the plan yet: give it a case here.")
-
-
-def _rewards_detail(args: A3POConfig) -> str:
-    where = f"in {args.reward_workers} processes" if args.reward_workers else "in a thread"
-    limit = "without a limit" if args.reward_timeout is None else f"at most {args.reward_timeout:g} s a group"
-    dropped = ", groups of equal rewards replaced" if args.drop_zero_variance_groups else ""
-    return f"{where}, {limit}{dropped}"
-
-
-def _table(lines: dict[str, str]) -> str:
-    return "\n".join(f"{name + ':':<25}{value}" for name, value in lines.items())
 
 
 def _gib(size: int) -> str:

@@ -8,8 +8,8 @@ from textwrap import fill
 
 from matplotlib.figure import Figure
 
-from trl_a3po.report.look import GREY, INK, picture_path, tidy_axes
-from trl_a3po.report.numbers import History, entries_with, step_limits, time_split, waiting_share
+from trl_a3po.report.chart_style import GREY, INK, picture_path, tidy_axes
+from trl_a3po.report.history_arrays import History, entries_with, step_limits, time_split, waiting_share
 from trl_a3po.report.panels import PANELS
 
 __all__ = ["plot_run", "run_figure", "time_split", "waiting_share"]

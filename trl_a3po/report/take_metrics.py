@@ -7,8 +7,8 @@ not means over a logging interval.
 import time
 from collections.abc import Sequence
 
-from trl_a3po.engines.protocol import EngineStats
-from trl_a3po.rollout.records import Group
+from trl_a3po.protocol.engine import EngineStats
+from trl_a3po.protocol.records import Group
 
 Metrics = dict[str, list[float]]  # TRL's: the mean of each list is logged
 

@@ -14,16 +14,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from trl_a3po.engines.protocol import EngineEvent, GroupFailed, GroupRequest
-from trl_a3po.errors import EngineError, StallError
-from trl_a3po.rollout.admission import TakePlan
-from trl_a3po.rollout.endings import GenerationFailed
-from trl_a3po.rollout.outcomes import Attempt, Kind, Ledger, Outcomes, Rejection, outcome_name
+from trl_a3po.errors import EngineError, GenerationFailed, StallError
+from trl_a3po.protocol.engine import EngineEvent, GroupFailed, GroupRequest
+from trl_a3po.protocol.records import Group, Prompt, Rejection, Score
+from trl_a3po.rollout.outcomes import Attempt, Kind, Ledger, Outcomes, outcome_name
 from trl_a3po.rollout.outstanding import Outstanding, Stage
-from trl_a3po.rollout.prompts import PromptStream
+from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.rollout.queue_state import QueueState
-from trl_a3po.rollout.records import Group, Prompt, Score
 from trl_a3po.rollout.take_order import Choice, choose_batch
+from trl_a3po.rollout.take_plan import TakePlan
 
 Admission = Literal[
     "open", "total_takes", "max_staleness", "max_in_flight", "prompts", "end of data", "lag", "batch in the engine"

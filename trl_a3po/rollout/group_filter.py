@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from trl_a3po.errors import RewardError
-from trl_a3po.rollout.outcomes import Rejection
-from trl_a3po.rollout.records import Group, Rollout, Score
+from trl_a3po.protocol.records import Group, Rejection, Rollout, Score
 
 NO_VARIANCE = Rejection("no variance in its rewards")
 RESOLUTION = 1e-6  # of the float32 that rewards are summed in

@@ -8,21 +8,10 @@ final outcome; ending either twice, or one that never began, raises. So at any t
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Self
 
 Kind = Literal["trained", "rejected", "failed", "unused"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """Returned instead of a `Score` to keep a group from being trained; another prompt takes its place.
-
-    `remedy` is what to do where every group is rejected this way.
-    """
-
-    reason: str
-    remedy: str = field(default="loosen what rejects them, or choose prompts it keeps", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

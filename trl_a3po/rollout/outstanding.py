@@ -7,12 +7,11 @@ error says what the engine did.
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from trl_a3po.engines.protocol import GroupFinished
-from trl_a3po.errors import EngineError
-from trl_a3po.rollout.endings import StampError
+from trl_a3po.errors import EngineError, StampError
+from trl_a3po.protocol.engine import GroupFinished
+from trl_a3po.protocol.records import Group, Prompt, Rollout
 from trl_a3po.rollout.outcomes import Attempt
 from trl_a3po.rollout.queue_state import OutstandingState
-from trl_a3po.rollout.records import Group, Prompt, Rollout
 
 Stage = Literal["to submit", "in the engine", "waiting for its reward", "being scored", "ready"]
 FINISHED: tuple[Stage, ...] = ("waiting for its reward", "being scored", "ready")
@@ -86,7 +85,7 @@ class Outstanding:
         if strangers:
             raise EngineError(
                 f"The engine returned a {strangers[0]} for prompt {self.prompt.index}: GroupFinished holds a list of "
-                "trl_a3po.rollout.records.Rollout."
+                "trl_a3po.protocol.records.Rollout."
             )
         self.hold(Group(self.prompt, event.rollouts, submitted_version=self.submitted_version, attempt=self.attempt))
         if self.oldest is not None and self.oldest < self.submitted_version:

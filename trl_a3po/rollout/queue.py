@@ -1,10 +1,10 @@
 """The `GenerationQueue`: prompts go in, batches of scored groups come out, sampled ahead of training within a bound.
 
 Guarantees:
-- what is outstanding is bounded by `max_staleness` (see `admission.TakePlan`), and `take` hands groups out in
+- what is outstanding is bounded by `max_staleness` (see `take_plan.TakePlan`), and `take` hands groups out in
   submission order (see `take_order`); what became of every prompt is on the books (see `outcomes`);
 - dataset, tokenizer and `publish` are touched by the main thread only, whose side this file is; the engine's other
-  calls and the reward functions by background threads only (see `background`);
+  calls and the reward functions by background threads only (see `threads`);
 - no lock is held while the engine, the reward functions or the tokenizer work;
 - every wait has a limit, and whatever goes wrong in the background is raised by the next `take`, with its cause.
 
@@ -18,19 +18,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
-from trl_a3po.engines.protocol import Engine
-from trl_a3po.errors import StallError
-from trl_a3po.publish.policy import WeightUpdate
-from trl_a3po.rollout.admission import TakePlan
-from trl_a3po.rollout.background import background_threads
+from trl_a3po.errors import EndOfData, StallError
+from trl_a3po.protocol.engine import Engine
+from trl_a3po.protocol.records import Group, Rejection, Rollout, Score
+from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.rollout.core import QueueCore
-from trl_a3po.rollout.endings import EndOfData
-from trl_a3po.rollout.outcomes import Attempt, Outcomes, Rejection
-from trl_a3po.rollout.prompts import PromptStream
+from trl_a3po.rollout.outcomes import Attempt, Outcomes
+from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.rollout.queue_state import QueueState
-from trl_a3po.rollout.records import Group, Rollout, Score
-from trl_a3po.rollout.shared import Shared
+from trl_a3po.rollout.shared_state import Shared
 from trl_a3po.rollout.side_requests import SideRequests
+from trl_a3po.rollout.take_plan import TakePlan
+from trl_a3po.rollout.threads import background_threads
 from trl_a3po.rollout.waiting import QueueStatus, overdue_report, queue_status, stall_report, starved
 
 logger = logging.getLogger(__name__)

@@ -1,19 +1,14 @@
-"""What a `GenerationQueue` needs to go on in another process: plain data, as JSON and tensors, and back.
+"""What a `GenerationQueue` needs to go on in another process, as plain data.
 
-Guarantees: `decode_state(*encode_state(state))` equals `state`, to the last bit of every log-prob and reward; dataset
-rows are not part of it, only the prompts' places in the stream and their tokens, so that a stream which has changed
-is noticed; a group that was not finished is only its prompt, to be sampled again at its place in the order.
+Guarantees: dataset rows are not part of it, only the prompts' places in the stream and their tokens, so that a stream
+which has changed is noticed; a group that was not finished is only its prompt, to be sampled again at its place in the
+order.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import accumulate, pairwise
-from typing import Any
+from dataclasses import dataclass, field
 
-import torch
-
+from trl_a3po.protocol.records import Rollout, Score
 from trl_a3po.rollout.outcomes import Outcomes
-from trl_a3po.rollout.records import Rollout, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,64 +60,3 @@ class QueueState:
     def first_row(self) -> int:
         """Row of the prompt stream to read on from: no earlier one is needed again."""
         return min((item.prompt_index for item in self.outstanding), default=self.cursor)
-
-
-def encode_state(state: QueueState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """`(JSON values, tensors)`: per token and per rollout numbers go to the tensors, in the order of `outstanding`.
-
-    The tensors are `token_ids`, `logps` (float64) and `versions`, one entry per token; `lengths`, tokens per rollout;
-    `rewards`, per scored rollout and reward function, NaN where a function returned `None`.
-    """
-    rollouts = [rollout for item in state.outstanding for rollout in item.rollouts or ()]
-    rewards = [row for item in state.outstanding if item.score is not None for row in item.score.rewards]
-    tensors = {
-        "token_ids": torch.tensor([token for rollout in rollouts for token in rollout.token_ids], dtype=torch.int64),
-        "logps": torch.tensor([logp for rollout in rollouts for logp in rollout.logps], dtype=torch.float64),
-        "versions": torch.tensor([v for rollout in rollouts for v in rollout.versions], dtype=torch.int64),
-        "lengths": torch.tensor([len(rollout.token_ids) for rollout in rollouts], dtype=torch.int64),
-        "rewards": torch.tensor(rewards, dtype=torch.float64).view(len(rewards), -1 if rewards else 0),
-    }
-    values = {name: getattr(state, name) for name in SCALARS}
-    values["outcomes"] = asdict(state.outcomes)
-    values["outstanding"] = [_encode_item(item) for item in state.outstanding]
-    return values, tensors
-
-
-def decode_state(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> QueueState:
-    """The state that `encode_state` was given."""
-    bounds = pairwise(accumulate(tensors["lengths"].tolist(), initial=0))
-    columns = [tensors[name].tolist() for name in ("token_ids", "logps", "versions")]
-    rollouts = ([column[start:end] for column in columns] for start, end in bounds)
-    rewards = iter(tensors["rewards"].tolist())
-    return QueueState(
-        **{name: values[name] for name in SCALARS},
-        outcomes=Outcomes(**values["outcomes"]),
-        outstanding=[_decode_item(item, rollouts, rewards) for item in values["outstanding"]],
-    )
-
-
-SCALARS = ("next_take", "cursor", "published_version", "last_taken_version", "rejected_in_a_row")
-
-
-def _encode_item(item: OutstandingState) -> dict[str, Any]:
-    values = {name: getattr(item, name) for name in ("prompt_index", "prompt_ids", "submitted_version", "attempt")}
-    values["failures"] = item.failures
-    values["finish_reasons"] = None if item.rollouts is None else [rollout.finish_reason for rollout in item.rollouts]
-    score = item.score
-    values["score"] = score and {
-        "extra_columns": score.extra_columns,
-        "metrics": score.metrics,
-        "seconds": score.seconds,
-    }
-    return values
-
-
-def _decode_item(values: dict[str, Any], rollouts, rewards) -> OutstandingState:
-    values = dict(values)
-    reasons: Sequence[str] | None = values.pop("finish_reasons")
-    group = None if reasons is None else [Rollout(*next(rollouts), finish_reason=reason) for reason in reasons]
-    score = values.pop("score")
-    if score is not None:
-        metrics = [(name, value) for name, value in score["metrics"]]
-        score = Score([next(rewards) for _ in group], score["extra_columns"], metrics, score["seconds"])
-    return OutstandingState(**values, rollouts=group, score=score)

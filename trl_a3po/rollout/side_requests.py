@@ -7,9 +7,9 @@ times; request ids are negative and never reused, so they cannot be taken for th
 import itertools
 from collections.abc import Sequence
 
-from trl_a3po.engines.protocol import EngineEvent, GroupFailed, GroupRequest
 from trl_a3po.errors import EngineError
-from trl_a3po.rollout.records import Rollout
+from trl_a3po.protocol.engine import EngineEvent, GroupFailed, GroupRequest
+from trl_a3po.protocol.records import Rollout
 
 _request_ids = itertools.count(-1, -1)
 

@@ -7,7 +7,7 @@ only if, at the place this leaves it, it can still be trained within `max_stalen
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trl_a3po.rollout.admission import TakePlan
+from trl_a3po.rollout.take_plan import TakePlan
 
 
 @dataclass(frozen=True, slots=True)

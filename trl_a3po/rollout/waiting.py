@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trl_a3po.rollout.core import QueueCore
 from trl_a3po.rollout.outstanding import Outstanding
-from trl_a3po.rollout.stacks import thread_stacks
+from trl_a3po.workers.thread_stacks import thread_stacks
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trl_a3po.errors import RewardError
-from trl_a3po.rollout.outcomes import Rejection
-from trl_a3po.rollout.records import Group, Prompt, Score
-from trl_a3po.session.prompts import tokenize_prompt
+from trl_a3po.protocol.records import Group, Prompt, Rejection, Score
+from trl_a3po.session.prompt_rows import tokenize_prompt
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ from typing import Any
 from datasets import IterableDataset
 from transformers.trainer_callback import TrainerState
 
-from trl_a3po.rollout import checkpoint
+from trl_a3po.checkpoints import checkpoint
+from trl_a3po.checkpoints.queue_codec import decode_state
 from trl_a3po.rollout.outcomes import Outcomes
-from trl_a3po.rollout.queue_state import QueueState, decode_state
+from trl_a3po.rollout.queue_state import QueueState
 from trl_a3po.session.saving import settings
 
 logger = logging.getLogger(__name__)

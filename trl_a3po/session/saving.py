@@ -14,9 +14,9 @@ from datasets import IterableDataset
 from safetensors import SafetensorError
 from transformers import TrainingArguments
 
+from trl_a3po.checkpoints import checkpoint
+from trl_a3po.checkpoints.queue_codec import encode_state
 from trl_a3po.errors import A3POError, CheckpointError
-from trl_a3po.rollout import checkpoint
-from trl_a3po.rollout.queue_state import encode_state
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, TypeError)  # of json, torch.save and safetensors
 

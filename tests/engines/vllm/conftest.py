@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import free_port
-from trl_a3po.engines.vllm.process import ServerProcess
+from trl_a3po.engines.vllm.server_process import ServerProcess
 from trl_a3po.engines.vllm.startup import Needs
 
 ENVIRONMENT = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trl_a3po" / "vllm-venv"

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.engines.vllm.stub_server import StubServer, logp_of
 from tests.tiny import tiny_config
-from trl_a3po.engines.protocol import GroupFinished, GroupRequest, SamplingSettings
-from trl_a3po.engines.vllm.engine import VLLMEngine
+from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
+from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettings
+from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.collect import policy_spec
-from trl_a3po.publish.policy import WeightUpdate
 
 LIMIT = 20.0
 SAMPLING = SamplingSettings(max_new_tokens=24, stop_token_ids=(1,))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.running import is_buried
+from tests.engines.transformers.running import is_buried
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import SAMPLING, finished, requests, started, until, update
-from trl_a3po.engines.protocol import GroupFailed
 from trl_a3po.engines.vllm import calls, pool
 from trl_a3po.engines.vllm.calls import Ask, Calls, Ended
 from trl_a3po.engines.vllm.completions import completion_body
 from trl_a3po.errors import EngineError
+from trl_a3po.protocol.engine import GroupFailed
 
 BODY = completion_body(SAMPLING, "base", "", [5], count=1, done=0, stream=True)
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until, update
-from trl_a3po.engines.protocol import GroupFailed
 from trl_a3po.errors import EngineError
+from trl_a3po.protocol.engine import GroupFailed
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["streamed", "whole"])

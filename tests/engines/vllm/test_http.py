@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_a3po.engines.vllm.answers import parse_events
 from trl_a3po.engines.vllm.framing import dechunked
 from trl_a3po.engines.vllm.http import AnswerFault, Call, ConnectionFault
+from trl_a3po.engines.vllm.token_chunks import parse_events
 
 
 def chunk(data: bytes) -> bytes:

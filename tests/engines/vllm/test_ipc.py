@@ -9,7 +9,7 @@ import torch
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until, update
 from tests.engines.vllm.test_training_on_stubs import At, check_groups, trainer_on
-from trl_a3po.engines.vllm import ipc, links
+from trl_a3po.engines.vllm import ipc, weight_route
 from trl_a3po.engines.vllm.ipc import IpcTransfer, is_here
 from trl_a3po.errors import EngineError
 from trl_a3po.rollout import queue
@@ -26,7 +26,7 @@ def tensors_for_handles(monkeypatch):
             super().__init__(torch.device("cuda"))
             self._device = torch.device("cpu")
 
-    monkeypatch.setattr(links, "IpcTransfer", OnTheCpu)
+    monkeypatch.setattr(weight_route, "IpcTransfer", OnTheCpu)
     monkeypatch.setattr(ipc, "reduce_tensor", lambda tensor: (None, (tensor,)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
@@ -89,7 +89,7 @@ def test_a_server_that_comes_back_gets_the_weights_with_the_next_publish(tmp_pat
 
 
 def test_a_run_whose_only_server_was_started_again_sends_it_the_weights_it_trains_with(tmp_path, monkeypatch):
-    monkeypatch.setattr(links, "_obstacle", lambda *where: None)
+    monkeypatch.setattr(weight_route, "_obstacle", lambda *where: None)
     monkeypatch.setattr(queue, "WAITING_TOLD_SECONDS", 0.1)
     server, back = StubServer(step=0.02, **GPU), []
 

@@ -9,14 +9,14 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config
-from trl_a3po.engines.protocol import SamplingSettings
-from trl_a3po.engines.vllm.engine import VLLMEngine
 from trl_a3po.engines.vllm.ipc import IpcTransfer, update_info
 from trl_a3po.engines.vllm.nccl import buckets
+from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
+from trl_a3po.protocol.engine import SamplingSettings
+from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.collect import collect_weights, policy_parts, policy_spec
 from trl_a3po.publish.delivery import DeliveryCheck, KnownTokens
 from trl_a3po.publish.perturb import WholePolicy
-from trl_a3po.publish.policy import WeightUpdate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 

@@ -9,10 +9,10 @@ import pytest
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until, update
 from tests.engines.vllm.test_calls import reader_of
-from trl_a3po.engines.protocol import SamplingSettings
 from trl_a3po.engines.vllm import calls, pool
 from trl_a3po.engines.vllm.http import LimitFault
 from trl_a3po.errors import EngineError
+from trl_a3po.protocol.engine import SamplingSettings
 
 LONG = SamplingSettings(max_new_tokens=300, stop_token_ids=(1,))
 

@@ -9,15 +9,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from tests.engines.running import is_gone, until
+from tests.engines.transformers.running import is_gone, until
 from tests.engines.vllm.real_runs import STALENESS, TEMPERATURE, CheckingTrainer, trainer_of
-from trl_a3po.engines.protocol import GroupRequest, SamplingSettings
-from trl_a3po.engines.vllm.answers import parse_answer
 from trl_a3po.engines.vllm.completions import completion_body, noise_seed
-from trl_a3po.engines.vllm.engine import VLLMEngine
-from trl_a3po.engines.vllm.process import ServerProcess
 from trl_a3po.engines.vllm.server import Server
+from trl_a3po.engines.vllm.server_process import ServerProcess
+from trl_a3po.engines.vllm.token_chunks import parse_answer
+from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
 from trl_a3po.errors import DeliveryError
+from trl_a3po.protocol.engine import GroupRequest, SamplingSettings
 from trl_a3po.publish.collect import collect_weights, policy_parts, policy_spec
 from trl_a3po.publish.delivery import DeliveryCheck, KnownTokens
 from trl_a3po.publish.perturb import WholePolicy

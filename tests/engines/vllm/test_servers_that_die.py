@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.engines.running import until
+from tests.engines.transformers.running import until
 from tests.engines.vllm.conftest import START_LIMIT, serving
 from tests.engines.vllm.real_runs import CheckingTrainer, KeepVersions, trainer_of
 from tests.runs import logged
-from trl_a3po.engines.vllm.process import ServerProcess
+from trl_a3po.engines.vllm.server_process import ServerProcess
 from trl_a3po.errors import EngineError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]

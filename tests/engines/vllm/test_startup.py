@@ -6,10 +6,10 @@ import pytest
 
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import started
-from trl_a3po.engines.protocol import SamplingSettings
 from trl_a3po.engines.vllm.completions import logprobs_modes
-from trl_a3po.engines.vllm.engine import VLLMEngine
+from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
 from trl_a3po.errors import EngineError
+from trl_a3po.protocol.engine import SamplingSettings
 
 LACKS = [
     (False, {"version": "0.21.1"}, "it is vLLM 0.21.1, and 0.22 to 0.31 are supported"),

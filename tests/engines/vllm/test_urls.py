@@ -8,10 +8,10 @@ import pytest
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until
 from tests.tiny import tiny_config
-from trl_a3po.engines.protocol import GroupFailed
 from trl_a3po.engines.vllm.http import server_url
 from trl_a3po.engines.vllm.startup import served_config
 from trl_a3po.errors import EngineError
+from trl_a3po.protocol.engine import GroupFailed
 
 PAGE = "<!DOCTYPE html>\n<html><body><h1>It works!</h1></body></html>"
 

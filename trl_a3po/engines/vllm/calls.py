@@ -12,9 +12,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from trl_a3po.engines.embedded.listener import Listener
-from trl_a3po.engines.embedded.process import WorkerProcess
 from trl_a3po.engines.vllm.http import HttpFault, LimitFault
+from trl_a3po.workers.listener import Listener
+from trl_a3po.workers.process import WorkerProcess
 
 READER = "trl_a3po.engines.vllm.reader"
 SILENCE = 30.0  # seconds; a process that is alive says something every second

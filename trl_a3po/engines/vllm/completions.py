@@ -12,8 +12,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from trl_a3po.engines.protocol import SamplingSettings
 from trl_a3po.engines.vllm.http import AnswerFault, decode_json
+from trl_a3po.protocol.engine import SamplingSettings
 
 SCORES_PER_CALL = 64  # vLLM takes at most 128 `logprob_token_ids`
 

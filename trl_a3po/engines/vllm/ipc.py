@@ -23,10 +23,10 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from trl_a3po.engines.vllm.http import HttpFault
-from trl_a3po.engines.vllm.members import Member
 from trl_a3po.engines.vllm.nccl import BUCKET_BYTES, BUCKET_LIMIT, Named, buckets
+from trl_a3po.engines.vllm.pooled_server import Member
 from trl_a3po.errors import EngineError
-from trl_a3po.publish.policy import WeightUpdate
+from trl_a3po.protocol.weights import WeightUpdate
 
 
 class IpcTransfer:

@@ -18,10 +18,10 @@ import torch
 from packaging.version import Version
 
 from trl_a3po.engines.vllm.http import HttpFault
-from trl_a3po.engines.vllm.members import Member
+from trl_a3po.engines.vllm.pooled_server import Member
 from trl_a3po.engines.vllm.server import LOAD_LIMIT
 from trl_a3po.errors import EngineError
-from trl_a3po.publish.policy import GatheredTensors, WeightUpdate
+from trl_a3po.protocol.weights import GatheredTensors, WeightUpdate
 
 BUCKET_BYTES = 512 * 2**20
 BUCKET_LIMIT = 120.0  # seconds

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
-from trl_a3po.engines.protocol import SamplingSettings
+from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
 from trl_a3po.engines.vllm.completions import logprobs_modes
 from trl_a3po.engines.vllm.http import AnswerFault, ConnectionFault, HttpFault, StatusFault
-from trl_a3po.engines.vllm.process import ServerProcess
 from trl_a3po.engines.vllm.server import Facts, Server
+from trl_a3po.engines.vllm.server_process import ServerProcess
 from trl_a3po.engines.vllm.startup import Needs
-from trl_a3po.engines.vllm.weights import CheckpointFolder
 from trl_a3po.errors import EngineError
-from trl_a3po.publish.policy import GatheredTensors, PolicySpec, WeightUpdate
+from trl_a3po.protocol.engine import SamplingSettings
+from trl_a3po.protocol.weights import GatheredTensors, PolicySpec, WeightUpdate
 
 logger = logging.getLogger(__name__)
 

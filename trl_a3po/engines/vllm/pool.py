@@ -4,7 +4,7 @@ Guarantees:
 - every submitted request ends in one event, or is cancelled; a call that fails is made again, a few times, on the
   server with the least to do, and what had been sampled by then is kept, with its versions;
 - a server gets work only while it carries the publication that is current: one that was lost, or comes back, gets it
-  first (`watch.py`);
+  first (`server_watch.py`);
 - a token's version: every call names the weights of one version and ends before they change, so its tokens carry that
   version. The exception is `streams`, for whole weights with `kv_on_publish="keep"`: there each token carries the
   version of its server's weights when it arrives, and a publish changes that version while the server is paused and
@@ -22,15 +22,15 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 
-from trl_a3po.engines.protocol import EngineEvent, GroupFailed, GroupRequest, SamplingSettings
-from trl_a3po.engines.vllm.answers import Piece
 from trl_a3po.engines.vllm.calls import Ask, Calls, Told
 from trl_a3po.engines.vllm.completions import completion_body, noise_seed
 from trl_a3po.engines.vllm.http import AnswerFault, ConnectionFault, HttpFault, LimitFault, StatusFault
-from trl_a3po.engines.vllm.members import Member, Publication, Running
+from trl_a3po.engines.vllm.pooled_server import Member, Publication, Running
+from trl_a3po.engines.vllm.rollout_jobs import Group, Job, JobQueue
 from trl_a3po.engines.vllm.server import Facts, Server
-from trl_a3po.engines.vllm.work import Group, Job, JobQueue
+from trl_a3po.engines.vllm.token_chunks import Piece
 from trl_a3po.errors import EngineError
+from trl_a3po.protocol.engine import EngineEvent, GroupFailed, GroupRequest, SamplingSettings
 
 logger = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ What happens to rollouts in flight (`keeps`):
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from trl_a3po.engines.vllm.adapters import PREFIX, AdapterFolders
+from trl_a3po.engines.vllm.adapter_folders import PREFIX, AdapterFolders
+from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
 from trl_a3po.engines.vllm.http import HttpFault
 from trl_a3po.engines.vllm.ipc import IpcTransfer
-from trl_a3po.engines.vllm.members import Member, Publication
 from trl_a3po.engines.vllm.nccl import NcclTransfer
 from trl_a3po.engines.vllm.pool import ServerPool
-from trl_a3po.engines.vllm.weights import CheckpointFolder
-from trl_a3po.publish.policy import WeightUpdate
+from trl_a3po.engines.vllm.pooled_server import Member, Publication
+from trl_a3po.protocol.weights import WeightUpdate
 
 _SHARED_FOLDER = "It reads them from {folder}, which must be a folder it can see: set vllm_weights_dir."
 

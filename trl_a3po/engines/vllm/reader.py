@@ -12,12 +12,12 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 
-from trl_a3po.engines.embedded.channel import Channel
-from trl_a3po.engines.embedded.process import parents_channel
-from trl_a3po.engines.vllm.answers import Piece, parse_answer, parse_events
 from trl_a3po.engines.vllm.calls import Ask, Ended, Mark, Told
 from trl_a3po.engines.vllm.http import Call, HttpFault
 from trl_a3po.engines.vllm.server import Server
+from trl_a3po.engines.vllm.token_chunks import Piece, parse_answer, parse_events
+from trl_a3po.workers.channel import Channel
+from trl_a3po.workers.process import parents_channel
 
 PACE = 0.005  # seconds from one message to the next, so that each has much to tell
 BEAT = 1.0  # seconds after which it is told that there is nothing

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from trl_a3po.engines.protocol import SamplingSettings
 from trl_a3po.engines.vllm.completions import (
     SCORES_PER_CALL,
     parse_prompt_score,
@@ -11,8 +10,9 @@ from trl_a3po.engines.vllm.completions import (
     score_body,
 )
 from trl_a3po.engines.vllm.http import AnswerFault
-from trl_a3po.engines.vllm.members import Publication
+from trl_a3po.engines.vllm.pooled_server import Publication
 from trl_a3po.engines.vllm.server import Server
+from trl_a3po.protocol.engine import SamplingSettings
 
 
 def score(

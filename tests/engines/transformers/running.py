@@ -1,0 +1,61 @@
+"""Engines under test, and what is asked of them."""
+
+import os
+import time
+
+import torch
+
+from tests.engines.transformers.tiny_models import settings
+from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
+from trl_a3po.protocol.engine import EngineEvent
+from trl_a3po.publish.collect import collect_weights, policy_spec
+
+LIMIT = 60.0
+
+
+def started(model, max_new_tokens: int, **changes) -> TransformersEngine:
+    """An engine that samples from `model` as version 0."""
+    engine = TransformersEngine(**{"slots": 4, "threads": 1, "start_timeout": LIMIT, **changes})
+    engine.start(policy_spec(model, torch.float32), settings(max_new_tokens), collect_weights(model, 0, complete=True))
+    return engine
+
+
+def events_of(engine: TransformersEngine, request_ids) -> dict[int, EngineEvent]:
+    """The one event of each request; fails on a second event, a stranger's event, or none in time."""
+    awaited, events = set(request_ids), {}
+    deadline = time.monotonic() + LIMIT
+    while awaited - set(events):
+        assert time.monotonic() < deadline, f"no event for {awaited - set(events)}: {engine.stats()}"
+        for event in engine.wait(1.0):
+            assert event.request_id in awaited and event.request_id not in events
+            events[event.request_id] = event
+    assert engine.wait(0.05) == []
+    return events
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether the process has ended; one that only waits to be buried by somebody else's init has."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def is_buried(pid: int) -> bool:
+    return not os.path.exists(f"/proc/{pid}")
+
+
+@torch.no_grad()
+def train(model, scale: float = 0.1) -> None:
+    """A step of training large enough to matter."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.ndim > 1:
+            parameter.add_(scale * torch.randn_like(parameter))

@@ -1,0 +1,64 @@
+"""What is written into the staging memory is what the other side reads."""
+
+import os
+
+import pytest
+import torch
+
+from trl_a3po.engines.transformers.staging import Staging, attach
+from trl_a3po.protocol.weights import WeightUpdate
+
+CPU = torch.device("cpu")
+
+
+def update(seed: int, dtype=torch.float32) -> WeightUpdate:
+    generator = torch.Generator().manual_seed(seed)
+    return WeightUpdate(
+        seed,
+        {
+            "matrix": torch.randn(7, 5, generator=generator).to(dtype),
+            "scalar": torch.randn((), generator=generator).to(dtype),
+            "empty": torch.zeros(0, 3, dtype=dtype),
+            "transposed": torch.randn(4, 6, generator=generator).to(dtype).t(),
+            "counter": torch.tensor([seed, 2, 3]),
+        },
+    )
+
+
+@pytest.mark.parametrize("trained", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_weights_arrive_in_the_replicas_dtype(trained, stored):
+    staging = Staging(update(1, trained), stored, CPU)
+    views = attach(staging.handle())
+    staging.write(update(2, trained))
+    for name, tensor in update(2, trained).tensors.items():
+        expected = tensor.to(stored) if tensor.is_floating_point() else tensor
+        torch.testing.assert_close(views[name], expected, rtol=0, atol=0)
+    staging.close()
+
+
+def test_an_incomplete_write_leaves_the_rest_as_it_was():
+    staging = Staging(update(1), torch.float32, CPU)
+    views = attach(staging.handle())
+    matrix = update(2).tensors["matrix"]
+    assert staging.write(WeightUpdate(2, {"matrix": matrix}, complete=False)) == matrix.nbytes
+    assert torch.equal(views["matrix"], matrix)
+    assert torch.equal(views["transposed"], update(1).tensors["transposed"])
+    staging.close()
+
+
+def test_bfloat16_takes_half_the_memory():
+    sizes = {
+        dtype: Staging(WeightUpdate(0, {"w": torch.zeros(1024, 1024)}), dtype, CPU).places[-1].size
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    assert sizes[torch.float32] == 2 * sizes[torch.bfloat16]
+
+
+def test_close_frees_the_file_descriptor():
+    staging = Staging(update(1), torch.float32, CPU)
+    [fd] = staging.fds
+    os.fstat(fd)
+    staging.close()
+    with pytest.raises(OSError):
+        os.fstat(fd)

@@ -1,0 +1,83 @@
+"""The command `trl-a3po`: train from a recipe, describe this machine, draw finished runs.
+
+    trl-a3po train recipes/lora_24gb.yaml --learning_rate 2e-5
+    trl-a3po env
+    trl-a3po plot outputs/one outputs/other --output both.png
+
+Guarantees: a setting on the command line wins over the recipe's; what cannot be drawn ends with one sentence and the
+exit code 2.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trl_a3po import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `trl-a3po` with `arguments`, by default those of the process."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["train"]:  # its own parser has every field of the configuration
+        from trl_a3po.cli.train import SettingsError, run
+
+        try:
+            run(arguments[1:])
+        except SettingsError as error:
+            sys.exit(f"trl-a3po train: {error}")
+        return
+    parsed = _parser().parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except (OSError, ValueError) as error:
+        _parser().exit(2, f"trl-a3po: {error}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("trl-a3po", description="Asynchronous RL behind TRL's GRPOTrainer.")
+    parser.add_argument("--version", action="version", version=f"trl-a3po {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    commands.add_parser("train", help="train from a recipe: trl-a3po train RECIPE.yaml [--field value …]")
+    env = commands.add_parser("env", help="print what a bug report needs: versions, devices, packages")
+    env.set_defaults(run=_env)
+    plot = commands.add_parser("plot", help="draw one run, or several in one picture, as PNG")
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its trainer_state.json")
+    plot.add_argument("--output", type=Path, default=Path("runs.png"), help="the PNG (default: runs.png)")
+    plot.set_defaults(run=_plot)
+    return parser
+
+
+def _env(parsed: argparse.Namespace) -> None:
+    from trl_a3po.report.environment import environment
+
+    print(environment())
+
+
+def _plot(parsed: argparse.Namespace) -> None:
+    from trl_a3po.report.chart_style import picture_path
+    from trl_a3po.report.compare import plot_runs
+    from trl_a3po.report.history import read_history
+    from trl_a3po.report.timeline import NAME, read_timeline
+
+    output = picture_path(parsed.output)
+    names = run_names(parsed.runs)
+    histories = [read_history(run) for run in parsed.runs]
+    alone = parsed.runs[0] if len(parsed.runs) == 1 else None
+    timeline = read_timeline(alone) if alone is not None and (alone / NAME).is_file() else None
+    plot_runs(list(zip(names, histories, strict=True)), output, timeline)
+    print(f"{output} shows {', '.join(names)}")
+
+
+def run_names(runs: Sequence[Path]) -> list[str]:
+    """What each run is called in a picture: its folder, with as many of the folders above as it takes to tell it from
+    the others, and its number where nothing does."""
+    folders = [run.resolve() if run.is_dir() else run.resolve().parent for run in runs]
+    names = []
+    for i, folder in enumerate(folders):
+        depths = range(1, len(folder.parts) + 1)
+        others = [other for other in folders if other != folder]
+        depth = next(d for d in depths if all(other.parts[-d:] != folder.parts[-d:] for other in others))
+        name = "/".join(folder.parts[-depth:])
+        names.append(f"{name} ({folders[: i + 1].count(folder)})" if folders.count(folder) > 1 else name)
+    return names

@@ -1,0 +1,123 @@
+"""The settings of the engine: what it is, where it runs, and what vLLM leaves to be set.
+
+Guarantees: an engine given by name can be built from the settings; an engine object has the methods of
+`trl_a3po.protocol.engine.Engine`; a setting that this engine would not follow is refused.
+"""
+
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import torch
+
+from trl_a3po.engines.vllm.http import server_url
+
+if TYPE_CHECKING:
+    from trl_a3po.config.a3po_config import A3POConfig
+
+ENGINE_METHODS = ("start", "submit", "wait", "cancel", "publish", "score", "stats", "close")
+
+
+def check_engine(config: "A3POConfig") -> None:
+    """Raise `ValueError` for an engine that cannot be built or cannot do what is asked of it."""
+    if isinstance(config.engine, str) and config.engine not in ("transformers", "vllm"):
+        raise ValueError(
+            f"engine={config.engine!r} is not known: set 'transformers', 'vllm', or an object with the methods of "
+            "trl_a3po.protocol.engine.Engine."
+        )
+    if not isinstance(config.engine, str):
+        _check_engine_object(config)
+    if config.engine_dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ValueError(
+            f"engine_dtype={config.engine_dtype!r} is not known: set 'float32', 'bfloat16' or 'float16', or leave "
+            "it out to follow the trainer."
+        )
+    if config.use_transformers_continuous_batching:
+        raise ValueError(
+            "use_transformers_continuous_batching=True has no effect here: the 'transformers' engine batches "
+            "continuously by itself. Leave it False."
+        )
+
+    _check_devices(config)
+    _check_vllm(config)
+    if config.deterministic and config.engine != "vllm" and config.engine_max_prompt_tokens is None:
+        raise ValueError(
+            "deterministic=True pads every prompt to one length, which engine_max_prompt_tokens=None leaves open: "
+            "set engine_max_prompt_tokens to the length of your longest prompt."
+        )
+
+
+def _check_engine_object(config: "A3POConfig") -> None:
+    if isinstance(config.engine, type):
+        raise ValueError(f"engine={config.engine.__name__} is a class: pass an object of it.")
+    missing = [name for name in ENGINE_METHODS if not callable(getattr(config.engine, name, None))]
+    if missing:
+        raise ValueError(
+            f"engine is a {type(config.engine).__name__} without {', '.join(missing)}: set 'transformers', 'vllm', "
+            "or an object with the methods of trl_a3po.protocol.engine.Engine."
+        )
+
+
+def _check_devices(config: "A3POConfig") -> None:
+    if config.process_index != 0:  # the engine runs on the main process's machine, and this may be another
+        return
+    here = f"'cpu'{' or an accelerator of this machine' if torch.accelerator.is_available() else ''}"
+    accelerator = torch.accelerator.current_accelerator()
+    known = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+    for name in config.engine_devices:
+        try:
+            device = torch.device(name)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"engine_device={name!r} is not a device: set {here}.") from None
+        last = 0 if device.type == "cpu" else torch.accelerator.device_count() - 1
+        if device.type not in known or (device.index or 0) > last:
+            raise ValueError(f"engine_device={name!r} does not exist here: set {here}.")
+
+
+def _check_vllm(config: "A3POConfig") -> None:
+    if config.engine != "vllm":
+        if config.vllm_server_urls:
+            raise ValueError(
+                f"vllm_server_urls={config.vllm_server_urls} is not used with engine={config.engine!r}: set "
+                "engine='vllm', or leave it out."
+            )
+        return
+    device = next(iter(config.engine_devices), config.device.type)
+    if config.deterministic and not config.vllm_server_urls and device == "cpu":
+        raise ValueError(
+            "deterministic=True cannot hold with engine='vllm' on a CPU, where results depend on what is batched: "
+            "set engine_device to a GPU, engine='transformers' or deterministic=False."
+        )
+    for name, unset, instead in (
+        ("vllm_structured_outputs_regex", None, "completions are not constrained"),
+        ("vllm_enable_sleep_mode", False, "the server samples while the trainer trains"),
+        ("vllm_model_impl", "vllm", "start the server with --model-impl and set vllm_server_urls"),
+        ("vllm_tensor_parallel_size", 1, "start the server with --tensor-parallel-size and set vllm_server_urls"),
+    ):
+        if getattr(config, name) != unset:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} is not used with engine='vllm': leave it at {unset!r}; {instead}."
+            )
+    if not config.vllm_server_urls and len(config.engine_devices) > 1:
+        raise ValueError(
+            f"engine_device={config.engine_device!r} with engine='vllm' starts one server, on one device: name one, "
+            "or start a server on each and set vllm_server_urls."
+        )
+    if config.vllm_server_urls and config.engine_slots is not None:
+        raise ValueError(
+            f"engine_slots={config.engine_slots} is decided by running vLLM servers: start them with --max-num-seqs "
+            f"{config.engine_slots}, and leave engine_slots out."
+        )
+    for url in config.vllm_server_urls or ():
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ValueError(f"vllm_server_urls holds {url!r}: set URLs such as 'http://localhost:8000'.")
+        if urlsplit(url).username is not None:
+            raise ValueError(
+                f"vllm_server_urls holds a user for {urlsplit(url).hostname}, which vLLM does not know: leave it "
+                "out, and set the environment variable VLLM_API_KEY to the server's --api-key."
+            )
+    servers = [server_url(url) for url in config.vllm_server_urls or ()]
+    if twice := sorted({url for url in servers if servers.count(url) > 1}):
+        raise ValueError(
+            f"vllm_server_urls={config.vllm_server_urls} names {twice[0]} twice, which would count one server as "
+            "two: leave one of them out."
+        )

@@ -1,0 +1,351 @@
+"""Continuous batching inside one process, on the forward of a Hugging Face model: no threads, no I/O, no clock.
+
+Guarantees:
+- every submitted request ends once: returned by `step` with all its rollouts, or cancelled;
+- a token's version is that of the weights which produced its logits: they are sampled in the step that computes them;
+- the noise of a token is a function of (seed, noise_key, rollout number, position) and of nothing else;
+- a freed slot is refilled before the next decode step, in submission order (request, then rollout number).
+
+A prompt is prefilled once per group. When only some of a group's rollouts find a free slot, the prompt's keys, values
+and logits are kept for the others, until the weights change: then it is prefilled again, so that a rollout always
+starts under the current weights.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from trl_a3po.engines.transformers.cache import PrefillCache, SlotCache
+from trl_a3po.engines.transformers.forward import ModelForward
+from trl_a3po.engines.transformers.requests import check_request, check_scored, longest_prompt
+from trl_a3po.engines.transformers.sampling import Sampler, noise_stream
+from trl_a3po.engines.transformers.sequences import DecodedGroup, DecodedRollout, Prefilled, prefill_batches
+from trl_a3po.engines.transformers.slots import Slots
+from trl_a3po.errors import EngineError
+from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettings
+from trl_a3po.protocol.records import Rollout
+
+# Attention reads a multiple of this many positions, so that shapes repeat from step to step.
+_LENGTH_STEP = 32
+# On a CPU the last rows of a batch go through other instructions unless their number is a multiple of this one.
+_DETERMINISTIC_ROWS = 8
+
+
+class SlotDecoder:
+    """Samples groups of completions from `model`, `slots` rollouts at a time.
+
+    Args:
+        model: a causal language model of transformers, or a `PeftModel` around one, already on its device and in the
+            dtype to sample with. It is put in eval mode; its weights may be changed in place between calls of `step`,
+            followed by `set_version`.
+        sampling: the same for every request.
+        slots: rollouts decoded at the same time.
+        max_prompt_tokens: longest prompt accepted; `None`: whatever the model's context leaves beside
+            `max_new_tokens`. Needed with `deterministic`, which pads to it.
+        kv_on_publish: what `set_version` does to sequences in flight: "keep" their cache, or "recompute" it under the
+            new weights before their next token.
+        deterministic: tokens and log-probs are bit-equal whatever else is in the batch (one machine, one thread
+            count, one number of slots), for the price of padding: `slots` to a multiple of 8, every prompt to
+            `max_prompt_tokens`, the cache to that plus `max_new_tokens`. Otherwise log-probs agree to 1e-4 in fp32.
+        version: policy version of the weights in `model`.
+        device: where the model lives; `None`: the device of its embeddings.
+
+    Raises:
+        ValueError: a sampling setting that cannot hold, or an architecture whose cache is not one key and one value
+            per position and layer.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sampling: SamplingSettings,
+        *,
+        slots: int,
+        max_prompt_tokens: int | None = None,
+        kv_on_publish: Literal["keep", "recompute"] = "keep",
+        deterministic: bool = False,
+        version: int = 0,
+        device: torch.device | str | None = None,
+    ):
+        if slots < 1:
+            raise ValueError(f"slots={slots} leaves no room for a rollout: it must be at least 1.")
+        if kv_on_publish not in ("keep", "recompute"):
+            raise ValueError(f"kv_on_publish={kv_on_publish!r} is unknown: set 'keep' or 'recompute'.")
+        if deterministic and max_prompt_tokens is None:
+            raise ValueError(
+                "deterministic=True pads every prompt to the same length, so max_prompt_tokens=None cannot hold: set "
+                "it to the longest prompt of the run."
+            )
+        self._forward = ModelForward(model, device=device, deterministic=deterministic)
+        self._device = self._forward.device
+        self._sampling = sampling
+        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._sampler = Sampler(sampling, self._forward.vocab_size, self._device)
+        self._max_prompt_tokens = longest_prompt(
+            max_prompt_tokens, new_tokens=sampling.max_new_tokens, context=self._forward.context
+        )
+        self._recompute_on_publish = kv_on_publish == "recompute"
+        # The one padded length of deterministic mode: every sequence fits.
+        self._fixed_length = max_prompt_tokens + sampling.max_new_tokens if deterministic else None
+
+        rows = -(-slots // _DETERMINISTIC_ROWS) * _DETERMINISTIC_ROWS if deterministic else slots
+        self._version = version
+        self._tokens = 0
+        self._cache_is_stale = False
+        self._groups: dict[int, DecodedGroup] = {}
+        self._waiting: deque[DecodedGroup] = deque()
+        # Slot i decodes self._active[i]; cache and slots have more rows than that in deterministic mode.
+        self._active: list[DecodedRollout | None] = [None] * slots
+        self._cache = SlotCache(rows)
+        seen = self._forward.vocab_size if self._sampler.needs_seen else None
+        self._slots = Slots(rows, seen=seen, device=self._device)
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in `model`."""
+        return self._version
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is waiting and nothing is being decoded: `step` would do nothing."""
+        return not self._groups
+
+    @property
+    def active_rollouts(self) -> int:
+        """Rollouts that hold a slot."""
+        return sum(sequence is not None for sequence in self._active)
+
+    @property
+    def waiting_requests(self) -> int:
+        """Requests none of whose rollouts has started."""
+        return sum(group.started == 0 for group in self._waiting)
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens sampled so far, those of cancelled requests included."""
+        return self._tokens
+
+    def submit(self, request: GroupRequest) -> None:
+        """Queue a request; costs no forward.
+
+        Raises:
+            ValueError: the prompt is empty, holds an id outside the vocabulary or does not fit, the id is in use, or
+                `num_rollouts` is below 1.
+        """
+        if request.request_id in self._groups:
+            raise ValueError(
+                f"Request {request.request_id} is already being sampled: every attempt needs a new request_id."
+            )
+        context = self._forward.context
+        check_request(
+            request,
+            vocab_size=self._forward.vocab_size,
+            max_prompt_tokens=self._max_prompt_tokens,
+            room=f"beside max_new_tokens={self._sampling.max_new_tokens}"
+            + (f" in the model's context of {context}" if context else ""),
+        )
+        group = DecodedGroup(request)
+        self._groups[request.request_id] = group
+        self._waiting.append(group)
+
+    def cancel(self, request_ids: Iterable[int]) -> None:
+        """Forget these requests and free their slots; unknown ids are ignored."""
+        cancelled = {id(group) for group in (self._groups.pop(key, None) for key in set(request_ids)) if group}
+        if cancelled:
+            self._waiting = deque(group for group in self._waiting if id(group) not in cancelled)
+            self._active = [
+                None if sequence is None or id(sequence.group) in cancelled else sequence for sequence in self._active
+            ]
+
+    def set_version(self, version: int) -> None:
+        """Say that the weights of `model` were changed in place and are now those of `version`.
+
+        Raises:
+            ValueError: `version` is negative, or older than that of sequences in flight.
+        """
+        if version < 0:
+            raise ValueError(f"version={version} is not a policy version: it must be 0 or more.")
+        if version < self._version and self.active_rollouts:
+            raise ValueError(
+                f"version={version} is older than {self._version}, under which {self.active_rollouts} rollouts in "
+                "flight are sampled: publish versions in order, or cancel those rollouts first."
+            )
+        self._version = version
+        self._cache_is_stale = self._recompute_on_publish
+        for group in self._waiting:
+            group.prefilled = None
+
+    @torch.inference_mode()
+    def step(self) -> list[GroupFinished]:
+        """Give free slots to waiting rollouts (prefill and their first token), then sample one token of every active
+        rollout. Returns the groups whose last rollout finished; `[]` when idle.
+
+        Raises:
+            EngineError: the model's logits are NaN or infinite.
+        """
+        finished: list[GroupFinished] = []
+        if self._cache_is_stale:
+            self._recompute()
+            self._cache_is_stale = False
+        while self._waiting and None in self._active:
+            self._admit(finished)
+        self._close_gaps()
+        if self._active[0] is not None:
+            self._decode(finished)
+        return finished
+
+    @torch.inference_mode()
+    def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
+        """Log-probs of known tokens under the weights in `model`, as those of sampled tokens are defined, from a
+        forward of its own.
+
+        Raises:
+            ValueError: no tokens, ids outside the vocabulary, or more tokens than the model's context.
+        """
+        forward = self._forward
+        check_scored(prompt_ids, completion_ids, vocab_size=forward.vocab_size, context=forward.context)
+        logits = forward.completion_logits(prompt_ids, completion_ids).float()
+        tokens = torch.tensor(completion_ids, device=self._device)[:, None]
+        return (logits / self._sampling.temperature).log_softmax(1).gather(1, tokens)[:, 0].tolist()
+
+    def _admit(self, finished: list[GroupFinished]) -> None:
+        """Fill the free slots: prefill the prompts that need it and sample every new rollout's first token."""
+        starts: list[tuple[int, DecodedRollout]] = []
+        for slot in range(len(self._active)):
+            if self._active[slot] is None and self._waiting:
+                group = self._waiting[0]
+                starts.append((slot, DecodedRollout(group, group.started)))
+                group.started += 1
+                if group.all_started:
+                    self._waiting.popleft()
+        groups = list({id(sequence.group): sequence.group for _, sequence in starts}.values())
+        missing = [group for group in groups if group.prefilled is None]
+        prompts = [group.request.prompt_ids for group in missing]
+        for batch, pad_to in self._batches([len(prompt) for prompt in prompts], self._max_prompt_tokens):
+            logits, cache = self._forward.prefill([prompts[i] for i in batch], pad_to)
+            for row, i in enumerate(batch):
+                missing[i].prefilled = Prefilled(logits[row], cache, row)
+        for slot, sequence in starts:
+            self._occupy(slot, sequence)
+        self._copy_prompts(starts)
+        slots = [slot for slot, _ in starts]
+        self._record(slots, self._sample_starts(starts), finished)
+        for group in groups:
+            if group.all_started:
+                group.prefilled = None
+            else:
+                group.prefilled.release_the_batch(len(group.request.prompt_ids))
+
+    def _occupy(self, slot: int, sequence: DecodedRollout) -> None:
+        request = sequence.group.request
+        self._active[slot] = sequence
+        stream = noise_stream(self._sampling.seed, request.noise_key, sequence.number)
+        self._slots.occupy(slot, request.prompt_ids, stream)
+
+    def _copy_prompts(self, starts: Sequence[tuple[int, DecodedRollout]]) -> None:
+        by_cache: dict[int, list[tuple[int, Prefilled]]] = {}
+        for slot, sequence in starts:
+            prefilled = sequence.group.prefilled
+            by_cache.setdefault(id(prefilled.cache), []).append((slot, prefilled))
+        for copies in by_cache.values():
+            slots = torch.tensor([slot for slot, _ in copies], device=self._device)
+            rows = torch.tensor([prefilled.row for _, prefilled in copies], device=self._device)
+            self._write(slots, copies[0][1].cache, rows)
+
+    def _sample_starts(self, starts: Sequence[tuple[int, DecodedRollout]]) -> np.ndarray:
+        slots = np.array([slot for slot, _ in starts])
+        logits = torch.stack([sequence.group.prefilled.logits for _, sequence in starts])
+        if self._fixed_length is None:
+            return self._sample(logits, slots)
+        every_slot = logits.new_zeros(len(self._slots), logits.shape[1])
+        every_slot[torch.from_numpy(slots).to(self._device)] = logits
+        return self._sample(every_slot, np.arange(len(self._slots)))[:, slots]
+
+    def _close_gaps(self) -> None:
+        """Move the last sequences into free slots, so that the active ones are the first rows of the cache."""
+        free = 0
+        for last in range(len(self._active) - 1, -1, -1):
+            if self._active[last] is None:
+                continue
+            while free < last and self._active[free] is not None:
+                free += 1
+            if free >= last:
+                return
+            self._cache.move(last, free, int(self._slots.position[last]))
+            self._slots.move(last, free)
+            self._active[free], self._active[last] = self._active[last], None
+
+    def _decode(self, finished: list[GroupFinished]) -> None:
+        active = self.active_rollouts
+        if self._fixed_length is None:
+            rows, length = active, _round_up(int(self._slots.position[:active].max()) + 1)
+        else:
+            rows, length = len(self._slots), self._fixed_length
+            self._slots.park(active)
+        slots = self._slots
+        tokens, positions = slots.on_device(slots.token[:rows]), slots.on_device(slots.position[:rows])
+        logits = self._forward.decode(tokens, positions, self._cache, length)
+        self._record(range(active), self._sample(logits, slice(0, rows)), finished)
+
+    def _sample(self, logits: torch.Tensor, slots: np.ndarray | slice) -> np.ndarray:
+        """Tokens and log-probs, `(2, N)` on the host, of the sequences in `slots`."""
+        too_early = None
+        if self._sampling.min_new_tokens:
+            too_early = self._slots.on_device(self._slots.generated[slots] < self._sampling.min_new_tokens)
+        noise, seen = self._slots.noise(slots), self._slots.seen(slots)
+        return self._sampler.draw(logits, noise, too_early, seen).cpu().numpy()
+
+    def _record(self, slots: Iterable[int], drawn: np.ndarray, finished: list[GroupFinished]) -> None:
+        """Append one token to each sequence in `slots` (the first columns of `drawn`, in their order)."""
+        slots = np.fromiter(slots, dtype=np.int64)
+        drawn = drawn[:, : len(slots)]
+        if not np.isfinite(drawn).all():
+            raise EngineError(
+                f"The model's logits are NaN or infinite under version {self._version}: the published weights are "
+                "broken, or they overflow in the engine's dtype."
+            )
+        tokens = drawn[0].astype(np.int64)
+        self._slots.advance(slots, tokens)
+        self._tokens += len(slots)
+        for slot, token, logp in zip(slots.tolist(), tokens.tolist(), drawn[1].tolist(), strict=True):
+            sequence = self._active[slot]
+            sequence.append(token, logp, self._version)
+            stops = token in self._stop_ids
+            if stops or len(sequence.token_ids) == self._sampling.max_new_tokens:
+                self._active[slot] = None
+                self._finish(sequence, "stop" if stops else "length", finished)
+
+    def _finish(
+        self, sequence: DecodedRollout, reason: Literal["stop", "length"], finished: list[GroupFinished]
+    ) -> None:
+        group = sequence.group
+        group.done[sequence.number] = Rollout(sequence.token_ids, sequence.logps, sequence.versions, reason)
+        if (whole := group.finished()) is not None:
+            del self._groups[group.request.request_id]
+            finished.append(whole)
+
+    def _recompute(self) -> None:
+        """Prefill every sequence in flight again: its prompt and its tokens but the last, which is decoded next."""
+        held = [(slot, sequence) for slot, sequence in enumerate(self._active) if sequence is not None]
+        texts = [(*sequence.group.request.prompt_ids, *sequence.token_ids[:-1]) for _, sequence in held]
+        for batch, pad_to in self._batches([len(text) for text in texts], self._fixed_length):
+            _, cache = self._forward.prefill([texts[i] for i in batch], pad_to, logits=False)
+            slots = torch.tensor([held[i][0] for i in batch], device=self._device)
+            self._write(slots, cache, torch.arange(len(batch), device=self._device))
+
+    def _write(self, slots: torch.Tensor, cache: PrefillCache, rows: torch.Tensor) -> None:
+        self._cache.write(slots, cache, rows, self._fixed_length or _round_up(cache.length + 1))
+
+    def _batches(self, lengths: Sequence[int], fixed: int | None) -> Iterable[tuple[list[int], int]]:
+        """Indices of the sequences to prefill together and the length to pad them to: one at a time at the length
+        `fixed` in deterministic mode, otherwise those of similar length."""
+        if self._fixed_length is not None:
+            return [([i], fixed) for i in range(len(lengths))]
+        return prefill_batches(lengths)
+
+
+def _round_up(length: int) -> int:
+    return -(-length // _LENGTH_STEP) * _LENGTH_STEP

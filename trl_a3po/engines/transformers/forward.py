@@ -1,0 +1,95 @@
+"""The model as the decoder sees it: whole sequences in (prefill), one token a slot in (decode), logits out.
+
+Guarantees: only the last position of a sequence goes through the output layer.
+"""
+
+import inspect
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from peft import PeftModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trl_a3po.engines.transformers.architecture import check_architecture
+from trl_a3po.engines.transformers.cache import PrefillCache, SlotCache
+
+
+class ModelForward:
+    """Prefill and decode on `model`.
+
+    Args:
+        model: a causal language model, or a `PeftModel` around one.
+        device: where the model lives; `None`: the device of its embeddings.
+        deterministic: use the attention backend that does not depend on the batch.
+
+    Raises:
+        ValueError: the architecture, its attention implementation or its positions are not supported.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, *, device: torch.device | str | None = None, deterministic: bool = False
+    ):
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        self._model = model.eval()
+        config = base.config.get_text_config()
+        self.device = torch.device(device) if device is not None else base.get_input_embeddings().weight.device
+        self._dtype = base.get_input_embeddings().weight.dtype
+        self._deterministic = deterministic
+        parameters = inspect.signature(type(base).forward).parameters
+        self._window, self._by_layer_type = check_architecture(model, deterministic=deterministic)
+        # The argument's name changed in transformers 5.2x.
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self.vocab_size: int = base.get_input_embeddings().num_embeddings
+        self.context: int | None = getattr(config, "max_position_embeddings", None)
+
+    def prefill(
+        self, sequences: Sequence[Sequence[int]], pad_to: int, logits: bool = True
+    ) -> tuple[torch.Tensor | None, PrefillCache]:
+        """The logits `(P, V)` after the last token of each sequence, and the keys and values of all their tokens.
+
+        Sequences are padded on the right: causal attention hides the padding from every token before it.
+        """
+        padded = torch.tensor([[*sequence, *[0] * (pad_to - len(sequence))] for sequence in sequences])
+        ends = [len(sequence) - 1 for sequence in sequences]
+        kept = sorted(set(ends)) if logits else ends[:1]
+        cache = PrefillCache()
+        out = self._forward(
+            padded.to(self.device), torch.tensor(kept, device=self.device), cache, None, torch.arange(pad_to)[None]
+        )
+        if not logits:
+            return None, cache
+        return out[torch.arange(len(ends)), torch.tensor([kept.index(end) for end in ends])], cache
+
+    def completion_logits(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> torch.Tensor:
+        """The logits `(T, V)` that each of the T completion tokens is drawn from, by one forward over the whole."""
+        ids = torch.tensor([[*prompt_ids, *completion_ids[:-1]]], device=self.device)
+        length = ids.shape[1]
+        return self._forward(ids, len(completion_ids), PrefillCache(), None, torch.arange(length)[None])[0]
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache, length: int) -> torch.Tensor:
+        """Logits `(N, V)` of the first N slots after `tokens` `(N,)` at `positions` `(N,)`, all below `length`."""
+        cache.aim(positions, length)
+        places = torch.arange(length, device=self.device)
+        filled = places <= positions[:, None]
+        mask = self._mask(filled)
+        if self._window is not None:
+            sliding = self._mask(filled & (places > positions[:, None] - self._window))
+            mask = {"full_attention": mask, "sliding_attention": sliding} if self._by_layer_type else sliding
+        return self._forward(tokens[:, None], 1, cache, mask, positions[:, None])[:, -1]
+
+    def _forward(self, ids, logits_to_keep, cache, mask, positions) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH) if self._deterministic else nullcontext():
+            return self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions.to(self.device),
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+                **{self._cache_name: cache},
+            ).logits
+
+    def _mask(self, visible: torch.Tensor) -> torch.Tensor:
+        """What to add to attention scores: `(N, L)` bool to `(N, 1, 1, L)`, 0 where visible."""
+        hidden = torch.full(visible.shape, -torch.inf, dtype=self._dtype, device=visible.device)
+        return hidden.masked_fill_(visible, 0.0)[:, None, None]

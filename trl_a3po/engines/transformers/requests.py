@@ -1,0 +1,61 @@
+"""What a decoder can be asked: prompts that fit its model, tokens of its vocabulary.
+
+Guarantees: what is refused costs no forward, and the words say what to change.
+"""
+
+from collections.abc import Sequence
+
+from trl_a3po.protocol.engine import GroupRequest
+
+
+def check_request(request: GroupRequest, *, vocab_size: int, max_prompt_tokens: int | None, room: str) -> None:
+    """Raise `ValueError` for a prompt that is empty, holds an id outside the vocabulary or does not fit, and for less
+    than one rollout; `room` says what it has to fit into."""
+    prompt, name = request.prompt_ids, f"Request {request.request_id}"
+    if request.num_rollouts < 1:
+        raise ValueError(f"{name} asks for num_rollouts={request.num_rollouts}: it must be at least 1.")
+    if not prompt:
+        raise ValueError(f"{name} has an empty prompt: give it at least one token.")
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise ValueError(
+            f"{name} holds token ids from {min(prompt)} to {max(prompt)}, but the model's vocabulary is 0 to "
+            f"{vocab_size - 1}: the tokenizer does not belong to this model."
+        )
+    if max_prompt_tokens is not None and len(prompt) > max_prompt_tokens:
+        raise ValueError(
+            f"{name} has a prompt of {len(prompt)} tokens, but at most {max_prompt_tokens} fit {room}: shorten the "
+            "prompt, lower max_completion_length or raise max_prompt_tokens if it was set."
+        )
+
+
+def check_scored(
+    prompt_ids: Sequence[int], completion_ids: Sequence[int], *, vocab_size: int, context: int | None
+) -> None:
+    """Raise `ValueError` for known tokens that cannot be scored."""
+    texts = (*prompt_ids, *completion_ids)
+    if not prompt_ids or not completion_ids:
+        raise ValueError("Nothing can be scored without at least one prompt and one completion token.")
+    if not 0 <= min(texts) <= max(texts) < vocab_size:
+        raise ValueError(
+            f"Token ids from {min(texts)} to {max(texts)} cannot be scored: the model's vocabulary is 0 to "
+            f"{vocab_size - 1}."
+        )
+    if context is not None and len(texts) > context:
+        raise ValueError(f"{len(texts)} tokens cannot be scored: the model's context is {context}.")
+
+
+def longest_prompt(asked: int | None, *, new_tokens: int, context: int | None) -> int | None:
+    """The longest prompt that is accepted: as `asked`, or what the model's context leaves beside `new_tokens`.
+
+    Raises:
+        ValueError: the context leaves less than `asked`, or nothing.
+    """
+    room = None if context is None else context - new_tokens
+    if room is not None and (room < 1 or (asked is not None and asked > room)):
+        raise ValueError(
+            f"max_new_tokens={new_tokens}"
+            + (f" and max_prompt_tokens={asked} are together" if asked else " is")
+            + f" more than the model's context of {context} tokens allows: lower max_completion_length"
+            + (" or max_prompt_tokens." if asked else ".")
+        )
+    return room if asked is None else asked

@@ -1,0 +1,76 @@
+"""What a decoder keeps of the requests it works on, and which sequences are prefilled together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from trl_a3po.engines.transformers.cache import PrefillCache
+from trl_a3po.protocol.engine import GroupFinished, GroupRequest
+from trl_a3po.protocol.records import Rollout
+
+# Padded tokens of one prefill forward: bounds its memory.
+PREFILL_TOKENS = 8192
+
+
+@dataclass(slots=True, eq=False)
+class Prefilled:
+    """A prompt's logits `(V,)` after its last token, and its row in the cache of the forward that computed them."""
+
+    logits: torch.Tensor
+    cache: PrefillCache
+    row: int
+
+    def release_the_batch(self, length: int) -> None:
+        """Copy what is this prompt's own, `length` tokens long, so that the rest can be freed."""
+        self.logits = self.logits.clone()
+        self.cache, self.row = self.cache.row(self.row, length), 0
+
+
+@dataclass(slots=True, eq=False)
+class DecodedGroup:
+    """A request: how many of its rollouts have started, and those that are done, by number."""
+
+    request: GroupRequest
+    started: int = 0
+    prefilled: Prefilled | None = None
+    done: dict[int, Rollout] = field(default_factory=dict)
+
+    @property
+    def all_started(self) -> bool:
+        return self.started == self.request.num_rollouts
+
+    def finished(self) -> GroupFinished | None:
+        """All of its rollouts, by number; `None` as long as one is missing."""
+        if len(self.done) < self.request.num_rollouts:
+            return None
+        return GroupFinished(self.request.request_id, [self.done[i] for i in sorted(self.done)])
+
+
+@dataclass(slots=True, eq=False)
+class DecodedRollout:
+    """A rollout that holds a slot."""
+
+    group: DecodedGroup
+    number: int
+    token_ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def append(self, token: int, logp: float, version: int) -> None:
+        self.token_ids.append(token)
+        self.logps.append(logp)
+        self.versions.append(version)
+
+
+def prefill_batches(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
+    """Indices of the sequences to prefill together, those of similar length, and the length to pad them to."""
+    batches: list[tuple[list[int], int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # longest first
+        if batches:
+            batch, pad_to = batches[-1]
+            if 2 * lengths[i] >= pad_to and (len(batch) + 1) * pad_to <= PREFILL_TOKENS:
+                batch.append(i)
+                continue
+        batches.append(([i], lengths[i]))
+    return batches

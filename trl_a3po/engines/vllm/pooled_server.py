@@ -1,0 +1,54 @@
+"""A server as the pool knows it, what it carries, and the calls it works on: no threads, no I/O."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trl_a3po.engines.vllm.rollout_jobs import Job
+from trl_a3po.engines.vllm.server import Facts, Server
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What the servers carry: a policy version, the model's name in a request ("": the server's own), and the salt of
+    its prefix cache."""
+
+    version: int
+    model: str
+    salt: str
+
+
+@dataclass(eq=False)
+class Running:
+    """A call being made."""
+
+    job: Job
+    member: "Member"
+    publication: Publication
+    number: int
+    bounded: set[int] = field(default_factory=set)  # sequences whose next event may be older than the publication
+
+
+@dataclass(eq=False)
+class Member:
+    """A server in the pool. "live": it carries the current publication and gets work; "behind": it could, once it is
+    published to; "down": out of reach."""
+
+    server: Server
+    state: Literal["live", "behind", "down"] = "down"
+    facts: Facts | None = None
+    running: set[Running] = field(default_factory=set)
+    version: int = -1
+    received: int = 0  # tokens since `counted`
+    counted: int | None = None
+    lives: int = 0  # times it was found to answer: after the next one it may be another process
+    pings_missed: int = 0
+    last_fault: str = "it was never reached"
+
+    @property
+    def load(self) -> int:
+        return sum(len(call.job.sequences) for call in self.running)
+
+    def has_room(self, count: int) -> bool:
+        # Half as many again wait at the server, so that a slot is refilled at once.
+        most = self.facts.max_num_seqs
+        return self.load + count <= max(count, most + most // 2)

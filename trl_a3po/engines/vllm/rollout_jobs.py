@@ -1,0 +1,134 @@
+"""Rollouts on their way through the servers: what is sampled of each, and how it goes out again.
+
+Guarantees: no threads, no I/O; a sequence's three lists grow together; what was sampled of it is never sampled again.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trl_a3po.engines.vllm.http import AnswerFault
+from trl_a3po.engines.vllm.token_chunks import Piece
+from trl_a3po.protocol.engine import GroupFailed, GroupFinished, GroupRequest, SamplingSettings
+from trl_a3po.protocol.records import Rollout
+
+MOST_BACKOFF = 8.0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One rollout, as far as it is sampled."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: Literal["stop", "length"] | None = None
+
+    def add(self, piece: Piece, version: int, sampling: SamplingSettings) -> None:
+        """Append a server's tokens, sampled from `version`.
+
+        Raises:
+            AnswerFault: they cannot be the answer; the sequence is as before.
+        """
+        length = len(self.token_ids) + len(piece.token_ids)
+        if self.finish is not None or length > sampling.max_new_tokens:
+            raise AnswerFault(
+                f"A completion of {length} tokens is longer than the {sampling.max_new_tokens} asked for."
+            )
+        last = piece.token_ids[-1] if piece.token_ids else None
+        if piece.finish == "stop" and last not in sampling.stop_token_ids:
+            raise AnswerFault(
+                f"A completion stopped at token {last}, which is not among the stop tokens {sampling.stop_token_ids}: "
+                "the server has stop tokens of its own; start it with --generation-config vllm."
+            )
+        if piece.finish == "length" and length < sampling.max_new_tokens:
+            raise AnswerFault(
+                f"A completion was cut at {length} tokens, before the {sampling.max_new_tokens} asked for."
+            )
+        self.token_ids += piece.token_ids
+        self.logps += piece.logps
+        self.versions += [version] * len(piece.token_ids)
+        if piece.finish in ("stop", "length"):
+            self.finish = piece.finish
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    request: GroupRequest
+    sequences: list[Sequence]
+    cancelled: bool = False
+
+    @classmethod
+    def of(cls, request: GroupRequest) -> "Group":
+        return cls(request, [Sequence() for _ in range(request.num_rollouts)])
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finish for sequence in self.sequences)
+
+    def event(self) -> GroupFinished | GroupFailed:
+        rollouts = [Rollout(s.token_ids, s.logps, s.versions, s.finish) for s in self.sequences]
+        return GroupFinished(self.request.request_id, rollouts)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Sequences of a group that go out as one call: all of them while none is begun, or a single one.
+
+    Args:
+        tries: calls of it that failed, in a row.
+        not_before: when the next may be made, on the monotonic clock.
+    """
+
+    group: Group
+    sequences: list[Sequence]
+    tries: int = 0
+    not_before: float = 0.0
+
+    @property
+    def number(self) -> int:
+        """Of its first sequence, among those of the group."""
+        return self.group.sequences.index(self.sequences[0])
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return [*self.group.request.prompt_ids, *self.sequences[0].token_ids]
+
+    def rest(self, *, failed: bool) -> list["Job"]:
+        """What is left to do, after a call that `failed` or was cut off as intended."""
+        tries = self.tries + 1 if failed else 0
+        not_before = time.monotonic() + min(MOST_BACKOFF, 0.25 * 2**tries) if failed else 0.0
+        left = [sequence for sequence in self.sequences if not sequence.finish]
+        if any(sequence.token_ids for sequence in left):
+            return [Job(self.group, [sequence], tries, not_before) for sequence in left]
+        return [Job(self.group, left, tries, not_before)] if left else []
+
+
+class JobQueue:
+    """Jobs that wait for a server, in order; those cut off go first."""
+
+    def __init__(self):
+        self._jobs: deque[Job] = deque()
+
+    def append(self, job: Job) -> None:
+        self._jobs.append(job)
+
+    def put_back(self, jobs: list[Job]) -> None:
+        self._jobs.extendleft(reversed(jobs))
+
+    def due(self) -> list[Job]:
+        now = time.monotonic()
+        return [job for job in self._jobs if job.not_before <= now]
+
+    def remove(self, job: Job) -> None:
+        self._jobs.remove(job)
+
+    def drop_cancelled(self) -> None:
+        self._jobs = deque(job for job in self._jobs if not job.group.cancelled)
+
+    def clear(self) -> None:
+        self._jobs.clear()
+
+    def __len__(self) -> int:
+        return len(self._jobs)

@@ -1,0 +1,135 @@
+"""Looking after the servers of a pool: which can be reached, bringing back those that were lost, and when to give up.
+
+Guarantees: a server that comes back is checked again and carries the current publication before it gets work; all
+servers out of reach for `outage_limit` seconds end the run with one error, as does what goes wrong here.
+
+Threads: one for each server.
+"""
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from trl_a3po.engines.vllm.http import HttpFault, LimitFault
+from trl_a3po.engines.vllm.pool import ServerPool
+from trl_a3po.engines.vllm.pooled_server import Member
+from trl_a3po.engines.vllm.server import Facts, Server
+from trl_a3po.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+MISSED_PINGS = 3
+
+
+class Watch:
+    """
+    Args:
+        pool: closed before this is.
+        check: facts of a server -> raises `EngineError` if it does not fit the run.
+        deliver: has a member carry what was published last; `None`: only a publish can.
+        outage_limit: seconds without any server.
+        poll: seconds between two looks at a server.
+        keep_alive: called by the thread of the first server; it restarts a process of ours.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        *,
+        check: Callable[[Server, Facts], None],
+        deliver: Callable[[Member], None] | None,
+        outage_limit: float,
+        poll: float,
+        keep_alive: Callable[[], None],
+    ):
+        self._pool = pool
+        self._check = check
+        self._deliver = deliver
+        self._outage_limit = outage_limit
+        self._poll = poll
+        self._keep_alive = keep_alive
+        self._alive_at = time.monotonic()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        self._alive_at = time.monotonic()
+        for number, member in enumerate(self._pool.members):
+            thread = threading.Thread(
+                target=self._watch, args=(member, number == 0), name=f"a3po-vllm-{number}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(2.0)
+
+    def _watch(self, member: Member, first: bool) -> None:
+        """The thread of one server."""
+        while True:
+            try:
+                if first:
+                    self._keep_alive()
+                self._look_at(member)
+            except EngineError as error:
+                self._pool.end_with(str(error))
+            except BaseException:
+                self._pool.end_with(f"Watching {member.server.url} failed by itself:\n{traceback.format_exc()}")
+            self._note_outage()
+            self._pool.dispatch()  # what has waited long enough
+            if self._pool.is_over(within=self._poll):
+                return
+
+    def _look_at(self, member: Member) -> None:
+        try:
+            member.server.ping()
+        except HttpFault as fault:
+            member.pings_missed += 1
+            member.last_fault = str(fault)
+            if not isinstance(fault, LimitFault) or member.pings_missed >= MISSED_PINGS:
+                self._pool.lost(member, str(fault))
+            return
+        member.pings_missed = 0
+        if member.state == "down":
+            try:
+                self._bring_up(member)
+            except HttpFault as fault:
+                member.last_fault = str(fault)
+            except EngineError as error:  # another server answers there now
+                if member.last_fault != str(error):
+                    logger.warning("%s", error)
+                member.last_fault = str(error)
+
+    def _bring_up(self, member: Member) -> None:
+        facts = member.server.facts()
+        self._check(member.server, facts)
+        with self._pool.changing:
+            if self._pool.is_over():
+                return
+            self._pool.admit(member, facts)
+            publication = self._pool.publication
+            if publication is None:
+                return
+            if self._deliver is None:
+                member.last_fault = "it answers again, and gets the weights with the next publish"
+                return
+            try:
+                self._deliver(member)
+            except HttpFault as fault:
+                self._pool.lost(member, str(fault))
+                return
+            self._pool.back(member)
+        logger.warning("%s is back and carries version %d.", member.server.url, publication.version)
+
+    def _note_outage(self) -> None:
+        now = time.monotonic()
+        if self._pool.can_sample or self._pool.is_over():
+            self._alive_at = now
+        elif now - self._alive_at > self._outage_limit:
+            told = "; ".join(f"{member.server.url}: {member.last_fault}" for member in self._pool.members)
+            self._pool.end_with(
+                f"No vLLM server has been able to sample for {self._outage_limit:g} s ({told}). Start them again and "
+                "resume from the last checkpoint."
+            )

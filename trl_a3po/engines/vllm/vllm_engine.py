@@ -1,0 +1,336 @@
+"""`VLLMEngine`: samples on vLLM servers, running already or started here.
+
+Guarantees (beside those of `protocol/engine.py`): a policy with an adapter is sent as that adapter alone, one without
+as whole weights; servers that are not ours are left as they are found, but for their weights. `opening.py` has how
+servers are started and checked, `pool.py` what becomes of requests and how a token's version is known, `server_watch.py` what
+happens when a server dies, `publishing.py` what a publish does and what rollouts in flight go through.
+"""
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from trl_a3po.engines.vllm.adapter_folders import AdapterFolders
+from trl_a3po.engines.vllm.adapter_support import adapter_obstacle
+from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
+from trl_a3po.engines.vllm.folders import EngineFolder
+from trl_a3po.engines.vllm.http import ConnectionFault, HttpFault, StatusFault
+from trl_a3po.engines.vllm.opening import OwnServer, await_servers, needs_of
+from trl_a3po.engines.vllm.pool import ServerPool
+from trl_a3po.engines.vllm.pooled_server import Member, Publication
+from trl_a3po.engines.vllm.publishing import AdapterPublishing, WeightsPublishing
+from trl_a3po.engines.vllm.scoring import score
+from trl_a3po.engines.vllm.server import Server
+from trl_a3po.engines.vllm.server_process import ServerProcess
+from trl_a3po.engines.vllm.server_watch import Watch
+from trl_a3po.engines.vllm.startup import check_server
+from trl_a3po.engines.vllm.weight_route import Setting, link_to, link_to_start_for
+from trl_a3po.errors import EngineError
+from trl_a3po.models.replica import check_names
+from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupRequest, SamplingSettings
+from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
+
+logger = logging.getLogger(__name__)
+
+
+class VLLMEngine:
+    """An `Engine` on vLLM servers.
+
+    Args:
+        urls: of running servers; none starts one here.
+        folder: where weights are written for the servers to read; each engine makes a folder of its own in it.
+        kv_on_publish: what happens to rollouts in flight when weights change.
+        kept_versions: adapters that stay loaded, `max_staleness + 2`.
+        transfer: how whole weights reach the servers: "disk"; "nccl", from GPU to GPU; "ipc", within one GPU; or
+            "auto", which takes one of these two where it can (`weight_route.py`).
+        trainer_device: where the weights are; NCCL and CUDA IPC take them from there.
+        deterministic: what is sampled depends on the seed, the request and the weights alone, not on what else a
+            server decodes. Needs `VLLM_BATCH_INVARIANT=1` there, on a GPU of compute capability 8.0 or higher, and
+            sends a seed with every request: vLLM then draws the noise of each sequence by itself, which is slower.
+        max_prompt_tokens: longest prompt; `None` leaves that to the servers' context.
+        context: tokens of a server's context; `None`: the model's, or what `max_prompt_tokens` needs.
+        python, device, gpu_memory, slots, threads, max_restarts: of a server started here (`OwnServer`).
+        start_limit: seconds until all servers must be ready.
+        request_limit: seconds for one call.
+        outage_limit: seconds without any server before the run ends.
+        poll: seconds between two looks at a server.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        folder: Path,
+        kv_on_publish: Literal["keep", "recompute"] = "keep",
+        kept_versions: int = 6,
+        transfer: Setting = "auto",
+        trainer_device: torch.device | str = "cpu",
+        deterministic: bool = False,
+        max_prompt_tokens: int | None = None,
+        context: int | None = None,
+        python: str | None = None,
+        device: torch.device | str = "cpu",
+        gpu_memory: float = 0.9,
+        slots: int | None = None,
+        threads: int | None = None,
+        max_restarts: int = 3,
+        start_limit: float = 600.0,
+        request_limit: float = 600.0,
+        outage_limit: float = 120.0,
+        poll: float = 1.0,
+    ):
+        self._owner = os.getpid()
+        self._urls = list(urls)
+        self._own = OwnServer(python, torch.device(device), gpu_memory, slots, threads, max_restarts)
+        self._folder = EngineFolder(Path(folder))
+        self._root = self._folder.path
+        self._keeps = kv_on_publish == "keep"
+        self._kept_versions = kept_versions
+        self._transfer = transfer
+        self._trainer_device = torch.device(trainer_device)
+        self._deterministic = deterministic
+        self._max_prompt_tokens = max_prompt_tokens
+        self._context = context
+        self._start_limit = start_limit
+        self._request_limit = request_limit
+        self._watch_limits = {"outage_limit": outage_limit, "poll": poll}
+        self._pool: ServerPool | None = None
+        self._watch: Watch | None = None
+        self._process: ServerProcess | None = None
+        self._publishing: AdapterPublishing | WeightsPublishing | None = None
+        self._names: set[str] = set()
+        self._version = -1
+        self._publish_seconds = 0.0
+        self._scorers: dict[tuple, str] = {}
+        self._closed = False
+
+    # --- beginning and end --------------------------------------------------------------------------------------
+
+    def start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
+        if self._pool is not None or self._closed:
+            raise EngineError("An engine is started once: make a new one.")
+        if not update.complete:
+            raise ValueError("The first update must be complete.")
+        if spec.peft_config is not None and (obstacle := adapter_obstacle(spec.peft_config, _trained(update))):
+            raise ValueError(f"vLLM cannot serve this adapter, because {obstacle}: set lora_sync='merged'.")
+        self._sampling = sampling
+        self._names = set(update.specs)
+        transfer = None  # an adapter goes by disk
+        if spec.peft_config is None:
+            server = None if self._urls else self._own.device
+            transfer = link_to_start_for(self._transfer, self._trainer_device, server)
+        self._needs = needs_of(
+            spec,
+            sampling,
+            max_prompt_tokens=self._max_prompt_tokens,
+            context=self._context,
+            kept_versions=self._kept_versions,
+            transfer=transfer,
+            deterministic=self._deterministic,
+        )
+        self._folder.make()
+        try:
+            self._start(spec, sampling, update)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if os.getpid() != self._owner:  # a forked copy of the trainer owns no servers
+            return
+        self._closed = True
+        try:
+            if self._pool is not None:
+                self._pool.close()
+                if self._watch is not None:
+                    self._watch.join()
+                for member in self._pool.members:
+                    self._leave(member)
+        finally:
+            if self._process is not None:
+                self._process.stop()
+            if self._publishing is not None:
+                self._publishing.close()
+            self._folder.remove()
+
+    # --- the protocol -------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        self._started().submit(requests)
+
+    def wait(self, timeout: float) -> list[EngineEvent]:
+        return self._started().wait(timeout)
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        self._started().cancel(request_ids)
+
+    def publish(self, update: WeightUpdate) -> None:
+        """See `Engine.publish`. Raises `ValueError` when the update does not fit the weights the engine was started
+        with, or is older than the version published last."""
+        began, pool = time.monotonic(), self._started()
+        pool.raise_if_over()
+        check_names(self._names, update)
+        if update.version < self._version:
+            raise ValueError(f"Version {update.version} cannot be published after version {self._version}.")
+        with pool.changing:
+            self._publish(update)
+        self._version = update.version
+        self._publish_seconds = time.monotonic() - began
+
+    def score(
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], timeout: float
+    ) -> tuple[list[float], int]:
+        """See `Engine.score`. A text is always scored by the same server, as long as that can be reached: with as many
+        texts as servers, a check sees all of them."""
+        pool = self._started()
+        if not prompt_ids or not completion_ids:
+            raise ValueError("There are no tokens to score.")
+        deadline, key = time.monotonic() + timeout, (tuple(prompt_ids), tuple(completion_ids))
+        fault: Exception | None = None
+        while time.monotonic() < deadline:
+            pool.raise_if_over()
+            member = self._scorer(key)
+            if member is None:
+                time.sleep(0.1)
+                continue
+            publication = Publication(self._version, self._model_name(member), f"score-{uuid.uuid4().hex}")
+            try:
+                left = max(1.0, deadline - time.monotonic())
+                logps = score(member.server, publication, self._sampling, *key, limit=left)
+            except HttpFault as error:
+                fault = error
+                if isinstance(error, StatusFault) and error.status in (400, 413, 422):
+                    raise ValueError(f"These tokens cannot be scored: {error}") from error
+                if isinstance(error, ConnectionFault) or (isinstance(error, StatusFault) and error.status == 404):
+                    pool.lost(member, str(error))
+                time.sleep(0.1)
+                continue
+            pool.scored(member, len(completion_ids))
+            return logps, publication.version
+        raise EngineError(
+            f"No vLLM server has scored {len(completion_ids)} known tokens within {timeout:g} s"
+            f"{f': {fault}' if fault else ''}."
+        )
+
+    def stats(self) -> EngineStats:
+        """`extra`: servers that carry the current version, and counts since the start: of servers lost and back, of
+        calls that failed, for their limit, for garbage; of tokens whose version is a bound; bytes of the last
+        publish."""
+        pool = self._started()
+        active, waiting, busy_seconds, counts = pool.numbers()
+        return EngineStats(
+            tokens=pool.tokens,
+            busy_seconds=busy_seconds,
+            active_rollouts=active,
+            waiting_requests=waiting,
+            restarts=self._process.restarts if self._process else 0,
+            publish_seconds=self._publish_seconds,
+            awaits_publish=pool.is_behind,
+            extra={name: float(count) for name, count in counts.items()}
+            | {"published_bytes": self._publishing.last_bytes},
+        )
+
+    @property
+    def server_pid(self) -> int | None:
+        """Process group of the server that was started here."""
+        return None if self._process is None else self._process.pid
+
+    # --- starting -----------------------------------------------------------------------------------------------
+
+    def _start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
+        if not self._urls:
+            self._process = self._own.start(self._needs, spec, update, self._root, self._start_limit)
+        servers = [Server(url) for url in self._urls] or [self._process.server]
+        found = await_servers(servers, self._needs, self._start_limit)
+        for server, facts in zip(servers, found, strict=True):
+            check_server(server.url, facts, self._needs)
+        sends_adapters = spec.peft_config is not None
+        self._pool = ServerPool(
+            servers,
+            sampling,
+            streams=self._keeps and not sends_adapters,
+            request_limit=self._request_limit,
+            seeds=self._deterministic,
+        )
+        if sends_adapters:
+            folders = AdapterFolders(self._root, spec, self._kept_versions)
+            self._publishing = AdapterPublishing(self._pool, folders, keeps=self._keeps)
+        else:
+            link = link_to(self._transfer, self._trainer_device, [server.url for server in servers], found)
+            folder = CheckpointFolder(self._root, spec)
+            self._publishing = WeightsPublishing(self._pool, folder, link, keeps=self._keeps, run=self._root.name)
+        for member, facts in zip(self._pool.members, found, strict=True):
+            self._pool.admit(member, facts)
+            self._publishing.clean(member)
+        self._publish(update)
+        self._version = update.version
+        if down := [member for member in self._pool.members if member.state != "live"]:
+            raise EngineError(
+                f"The vLLM server at {down[0].server.url} did not take the first weights: {down[0].last_fault} If "
+                f"{down[0].facts.serves!r}, which it serves, is another model than the trained one, start it with "
+                f"that. {self._publishing.hint}"
+            )
+        self._watch = Watch(
+            self._pool,
+            check=lambda server, facts: check_server(server.url, facts, self._needs),
+            deliver=self._publishing.bring_up if self._publishing.brings_up else None,
+            keep_alive=self._process.keep_alive if self._process else lambda: None,
+            **self._watch_limits,
+        )
+        self._watch.start()
+
+    def _publish(self, update: WeightUpdate) -> None:
+        try:
+            self._publishing.publish(update)
+        except OSError as error:
+            raise EngineError(
+                f"Version {update.version} could not be written to {self._root}: {error}. Free space there, or set "
+                "vllm_weights_dir to another folder that the servers can read."
+            ) from error
+
+    def _leave(self, member: Member) -> None:
+        """Have a server that was not started here stop what it does for us, as far as it still answers."""
+        if self._process is not None or member.state == "down":
+            return
+        try:
+            if self._pool.was_busy:
+                member.server.pause("abort")
+                member.server.resume()
+            if self._publishing is not None:
+                self._publishing.leave(member)
+        except HttpFault as fault:
+            logger.warning("%s", fault)
+
+    # --- scoring ------------------------------------------------------------------------------------------------
+
+    def _scorer(self, key: tuple) -> Member | None:
+        live = {member.server.url: member for member in self._pool.live()}
+        if not live:
+            return None
+        if self._scorers.get(key) not in live:
+            used = list(self._scorers.values())
+            self._scorers[key] = min(live, key=used.count)
+        return live[self._scorers[key]]
+
+    def _model_name(self, member: Member) -> str:
+        return self._publishing.model_name(member)
+
+    def _started(self) -> ServerPool:
+        if os.getpid() != self._owner:
+            raise EngineError(
+                f"The vLLM engine of process {self._owner} cannot be used in process {os.getpid()}, which was forked "
+                "from it: use it where it was started, or start another one there."
+            )
+        if self._pool is None:
+            raise EngineError("The engine was not started: call start(spec, sampling, update) first.")
+        return self._pool
+
+
+def _trained(update: WeightUpdate) -> set[str]:
+    return {name for name in update.specs if ".lora_" in name}

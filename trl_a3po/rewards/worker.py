@@ -1,0 +1,75 @@
+"""A process that runs reward functions: `python -m trl_a3po.rewards.worker SOCKET PARENT`, started by
+`RewardWorkers` alone.
+
+Guarantees: the functions run on the main thread, one group at a time, and keep their state from group to group; what
+they raise goes back as text, and the process goes on; it ends when its parent does.
+
+Messages in: the functions, once; then groups. Messages out: `ready`, `column`, `scored`, `failed`.
+"""
+
+import contextlib
+import pickle
+import resource
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from trl_a3po.errors import RewardError
+from trl_a3po.protocol.records import Group
+from trl_a3po.rewards.messages import pickled_score
+from trl_a3po.rewards.scorer import RewardScorer
+from trl_a3po.workers.channel import Channel
+from trl_a3po.workers.process import parents_channel
+
+
+def main() -> None:
+    channel = parents_channel()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a worker is aborted for its stack, not for its memory
+    with contextlib.suppress(EOFError):  # the trainer closed its side
+        _serve(channel)
+
+
+def _serve(channel: Channel) -> None:
+    def tell(*message: Any) -> None:
+        channel.send(message)
+        channel.drain()
+
+    functions, names = channel.receive_one()
+    try:
+        scorer = _Scorer(pickle.loads(functions), names, lambda column, values: tell("column", column, values))
+    except BaseException as error:
+        tell("failed", f"The reward functions cannot be loaded in a reward worker: {error!r}.", traceback.format_exc())
+        return
+    tell("ready")
+    while True:
+        try:
+            tell("scored", scorer(*pickle.loads(channel.receive_one())))
+        except EOFError:
+            raise
+        except RewardError as error:
+            tell("failed", str(error), _traceback(error.__cause__ or error))
+        except BaseException as error:
+            tell("failed", f"Scoring a group raised {error!r}.", _traceback(error))
+
+
+class _Scorer:
+    """A `RewardScorer` that is told the completions and the trainer's state with each group."""
+
+    def __init__(self, functions: list, names: list[str], on_column: Callable[[int, list[float]], None]):
+        self._completions: list[Any] = []
+        self._state: Any = None
+        self._scorer = RewardScorer(
+            functions, names, lambda group: self._completions, lambda group: self._state, on_column=on_column
+        )
+
+    def __call__(self, group: Group, completions: list[Any], state: Any) -> bytes:
+        self._completions, self._state = completions, state
+        return pickled_score(self._scorer(group))
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Reward functions in processes that can be killed: what `reward_workers` and `reward_timeout` do.
+
+Guarantees: each function is called once per group, on the main thread of one of the workers, with what `RewardScorer`
+passes; a worker that is overdue or dies is replaced, and its group ends as a `Rejection` that names the function, or
+with the value set for missing rewards: counted either way; what a function raises is a `RewardError`, with the
+worker's traceback as its cause; no worker outlives `close`, or this process.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from trl_a3po.errors import RewardError, StallError
+from trl_a3po.protocol.records import Group, Rejection, Score
+from trl_a3po.rewards.messages import pickled_functions, pickled_group, unpickled_score
+from trl_a3po.rewards.scorer import WAITING_SECONDS, is_async
+from trl_a3po.rewards.worker_process import ABORT_SECONDS, RewardProcess, WorkerGone
+from trl_a3po.workers.process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+MODULE = "trl_a3po.rewards.worker"
+CLOSE_SECONDS = 1.0  # for idle workers to leave by themselves
+
+
+class RewardWorkers:
+    """`workers(group) -> Score | Rejection`, from any thread, as many groups at a time as there are workers.
+
+    Args:
+        funcs: reward functions, in the order of the rewards' columns; `None` marks a column that is computed
+            elsewhere and stays NaN.
+        names: a name per function, for messages and outcomes.
+        decode: group -> its completions, as text or as messages.
+        state: group -> the snapshot of the trainer's state that its reward functions get; it can be pickled.
+        workers: processes.
+        timeout: seconds the functions may take for one group, from when a worker is ready for it.
+        on_timeout: reward of each completion where a function did not end; `None` rejects the group instead.
+        stall_timeout: seconds after which `score_all` gives up on a group.
+
+    Raises:
+        RewardError: a function cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        funcs: Sequence[Callable[..., Any] | None],
+        names: Sequence[str],
+        decode: Callable[[Group], list[Any]],
+        state: Callable[[Group], Any],
+        *,
+        workers: int,
+        timeout: float | None = None,
+        on_timeout: float | None = None,
+        stall_timeout: float = 600.0,
+    ):
+        self._functions = pickled_functions(funcs, names)
+        self._names = list(names)
+        here = [column for column, func in enumerate(funcs) if func is not None]
+        self._in_turn = [column for column in here if not is_async(funcs[column])]
+        self._together = [column for column in here if is_async(funcs[column])]
+        self._decode = decode
+        self._state = state
+        self._number = workers
+        self._timeout = timeout
+        self._on_timeout = on_timeout
+        self._stall_timeout = stall_timeout
+        self._decoding = threading.Lock()
+        self._changed = threading.Condition()  # guards everything below
+        self._idle: list[RewardProcess] = []
+        self._busy: set[RewardProcess] = set()
+        self._closed = False
+        self._timeouts = 0
+        self._crashes = 0
+        # Linux ends a worker with the thread that started it, so one thread that stays starts them all.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="a3po reward workers")
+
+    def start(self) -> None:
+        """Start the workers; they load the functions while the first group is being sampled."""
+        started = [self._start() for _ in range(self._number)]
+        with self._changed:
+            self._idle += started
+            self._changed.notify_all()
+
+    @property
+    def timeouts(self) -> int:
+        """Groups whose worker was killed at `timeout`."""
+        with self._changed:
+            return self._timeouts
+
+    @property
+    def crashes(self) -> int:
+        """Groups whose worker died."""
+        with self._changed:
+            return self._crashes
+
+    def __call__(self, group: Group) -> Score | Rejection:
+        """Score a group; waits for a free worker.
+
+        Raises:
+            RewardError: a function raised or returned something that is not one number per completion, or the
+                workers cannot be started, or are closed.
+        """
+        with self._decoding:
+            completions = self._decode(group)
+        message = pickled_group(group, completions, self._state(group))
+        worker = self._borrow()
+        try:
+            self._wait_until_ready(worker)
+            return unpickled_score(worker.score(message, self._timeout), group)
+        except WorkerGone as gone:
+            return self._without(worker, group, gone)
+        finally:
+            self._give_back(worker)
+
+    def describe(self) -> str:
+        """What would help if the functions hang; empty if no worker is busy. From any thread."""
+        with self._changed:
+            busy = len(self._busy)
+        if not busy:
+            return ""
+        advice = (
+            "set a reward_timeout below stall_timeout, at which a hanging function is killed"
+            if self._timeout is None
+            else f"set stall_timeout above reward_timeout={self._timeout:g}, or lower that"
+        )
+        return f"{busy} of {self._number} reward workers are at a group: {advice}."
+
+    def score_all(
+        self, groups: Sequence[Group], while_waiting: Callable[[], None] = lambda: None
+    ) -> list[Score | Rejection]:
+        """Score groups, as many at a time as there are workers.
+
+        Args:
+            while_waiting: called every now and then, at least every 20 seconds.
+
+        Raises:
+            StallError: no reward came for `stall_timeout` seconds.
+        """
+        pool = ThreadPoolExecutor(self._number)
+        try:
+            futures = [pool.submit(self, group) for group in groups]
+            return [self._result(future, while_waiting) for future in futures]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """End the workers, whatever they are at; whoever waits for one gets a `RewardError`. Idempotent, bounded."""
+        with self._changed:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for worker in self._busy:
+                worker.process.kill()
+            self._changed.notify_all()
+        for worker in idle:
+            worker.process.channel.shutdown()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for worker in idle:
+            worker.process.bury(max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy, CLOSE_SECONDS + ABORT_SECONDS)
+        self._starter.shutdown(wait=False)
+
+    def _result(self, future: "Future[Score | Rejection]", while_waiting: Callable[[], None]) -> Score | Rejection:
+        deadline = time.monotonic() + self._stall_timeout
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                return future.result(min(left, WAITING_SECONDS))
+            except TimeoutError:
+                if left == 0.0:
+                    raise StallError(
+                        f"An evaluation's reward has not come for stall_timeout={self._stall_timeout:g} s. "
+                        f"{self.describe()}"
+                    ) from None
+            while_waiting()
+
+    # --- one group ----------------------------------------------------------------------------------------------
+
+    def _wait_until_ready(self, worker: RewardProcess) -> None:
+        try:
+            worker.wait_until_ready()
+        except RewardError:
+            self._raise_if_closed()  # which is what ended it
+            raise
+
+    def _without(self, worker: RewardProcess, group: Group, gone: WorkerGone) -> Score | Rejection:
+        """What becomes of a group whose worker is gone."""
+        self._raise_if_closed()
+        with self._changed:
+            self._timeouts += gone.overdue
+            self._crashes += not gone.overdue
+        missing = [column for column in [*self._in_turn, *self._together] if column not in gone.columns]
+        running = [column for column in missing if column in self._in_turn][:1] or missing
+        names = " and ".join(repr(self._names[column]) for column in running) or "its last step"
+        reason = f"reward timeout in {names}" if gone.overdue else f"reward worker died in {names} ({gone.end})"
+        logger.warning(
+            "Prompt %d: %s%s; %s. The worker printed:\n%s",
+            group.prompt.index,
+            reason,
+            f" (reward_timeout={self._timeout:g} s)" if gone.overdue else "",
+            "the group is rejected"
+            if self._on_timeout is None
+            else f"each missing reward is reward_on_timeout={self._on_timeout:g}",
+            worker.process.last_words or "(nothing)",
+        )
+        if self._on_timeout is None:
+            return Rejection(reason, self._remedy(gone))
+        columns = gone.columns | {column: [self._on_timeout] * len(group.rollouts) for column in missing}
+        rewards = [
+            [columns[column][row] if column in columns else float("nan") for column in range(len(self._names))]
+            for row in range(len(group.rollouts))
+        ]
+        return Score(rewards, seconds=gone.seconds)
+
+    def _remedy(self, gone: WorkerGone) -> str:
+        if gone.overdue:
+            return f"have the function end within reward_timeout={self._timeout:g} s, or raise reward_timeout"
+        return "find out why the function ends its process (memory, an exit), or set reward_on_timeout"
+
+    # --- the workers --------------------------------------------------------------------------------------------
+
+    def _start(self) -> RewardProcess:
+        process = self._starter.submit(WorkerProcess, MODULE, shows_output=True).result()
+        return RewardProcess(process, self._functions, self._names)
+
+    def _borrow(self) -> RewardProcess:
+        with self._changed:
+            self._changed.wait_for(lambda: self._idle or self._closed)
+            self._raise_if_closed()
+            worker = self._idle.pop()
+            self._busy.add(worker)
+            return worker
+
+    def _give_back(self, worker: RewardProcess) -> None:
+        """The worker, or another in its place, is free again."""
+        with self._changed:
+            closed = self._closed
+        free = worker if not worker.ended or closed else self._start()
+        with self._changed:
+            if not self._closed:
+                self._idle.append(free)
+                free = None
+        if free is not None:
+            free.end(0.0)
+        with self._changed:
+            self._busy.discard(worker)
+            self._changed.notify_all()
+
+    def _raise_if_closed(self) -> None:
+        with self._changed:
+            if self._closed:
+                raise RewardError("The reward workers are closed.")

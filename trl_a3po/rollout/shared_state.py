@@ -1,0 +1,74 @@
+"""What the threads of a `GenerationQueue` share: its decisions, its lock, and how it ends.
+
+Guarantees: the first error ends the queue and every thread sees it; whoever waits is woken by whatever happens.
+"""
+
+import logging
+import threading
+import time
+
+from trl_a3po.errors import A3POError, EngineError, QueueClosed
+from trl_a3po.rollout.core import QueueCore
+from trl_a3po.rollout.side_requests import SideRequests
+
+logger = logging.getLogger(__name__)
+
+
+class Shared:
+    """`changed` guards everything here, the core included, and is notified of every change."""
+
+    def __init__(self, core: QueueCore):
+        self.changed = threading.Condition()
+        self.core = core
+        self.side: SideRequests | None = None  # what is sampled beside the run's own prompts
+        self.error: A3POError | None = None
+        self.closed = False
+        self.last_progress = time.monotonic()
+        self._blocked_since: float | None = None
+        self._blocked_seconds = 0.0
+
+    @property
+    def over(self) -> bool:
+        return self.closed or self.error is not None
+
+    def progress(self) -> None:
+        """Something moved; the caller holds the lock."""
+        self.last_progress = time.monotonic()
+        self.changed.notify_all()
+
+    def raise_if_over(self) -> None:
+        """The error that stopped the background work, as a new exception each time, or that the queue is closed."""
+        with self.changed:
+            if self.error is not None:
+                raise type(self.error)(*self.error.args) from (self.error.__cause__ or self.error)
+            if self.closed:
+                raise QueueClosed("The queue is closed: nothing can be taken from it or published to it any more.")
+
+    def fail(self, error: BaseException) -> None:
+        """A background thread has ended with `error`, which stops the queue, unless it was stopping anyway."""
+        with self.changed:
+            if self.over:
+                logger.warning("The %s failed while stopping: %r", threading.current_thread().name, error)
+                return
+            self.error = _as_a3po_error(error)
+            self.changed.notify_all()
+
+    def blocked(self, blocked: bool) -> None:
+        """Whether `max_staleness` keeps the next prompt back, from now on; the caller holds the lock."""
+        now = time.monotonic()
+        if self._blocked_since is not None:
+            self._blocked_seconds += now - self._blocked_since
+        self._blocked_since = now if blocked else None
+
+    @property
+    def blocked_seconds(self) -> float:
+        """For how long it has so far."""
+        return self._blocked_seconds + (0.0 if self._blocked_since is None else time.monotonic() - self._blocked_since)
+
+
+def _as_a3po_error(error: BaseException) -> A3POError:
+    if isinstance(error, A3POError):
+        return error
+    raised = EngineError(f"The {threading.current_thread().name} stopped: {type(error).__name__}: {error}")
+    raised.__cause__ = error
+    return raised

@@ -1,0 +1,68 @@
+"""The queue of a run: the settings, the trainer's clock and its filter, as a `GenerationQueue` takes them."""
+
+from collections.abc import Callable
+
+from datasets import IterableDataset
+
+from trl_a3po.protocol.engine import Engine
+from trl_a3po.report.timeline import Timeline
+from trl_a3po.rewards.scorer import RewardScorer
+from trl_a3po.rewards.worker_pool import RewardWorkers
+from trl_a3po.rollout.group_filter import GroupFilter
+from trl_a3po.rollout.prompt_stream import PromptStream
+from trl_a3po.rollout.queue import GenerationQueue
+from trl_a3po.rollout.take_clock import TakeClock
+from trl_a3po.session.build_engine import groups_in_engine
+
+
+def build_queue(
+    trainer,
+    engine: Engine,
+    prompts: PromptStream,
+    scorer: RewardScorer | RewardWorkers,
+    timeline: Timeline,
+    while_waiting: Callable[[], None],
+) -> GenerationQueue:
+    """The queue between `engine` and the trainer's takes; the engine and the scorer may be started later."""
+    args, clock = trainer.args, take_clock(trainer)
+    in_processes = isinstance(scorer, RewardWorkers)  # which keep to reward_timeout by themselves
+    return GenerationQueue(
+        engine=engine,
+        prompts=prompts,
+        score=GroupFilter(
+            scorer,
+            drops_zero_variance=args.drop_zero_variance_groups,
+            weights=trainer.reward_weights.tolist(),
+            aggregation=args.multi_objective_aggregation,
+            on_group=trainer.on_group,
+        ),
+        groups_per_batch=args.groups_per_take,
+        num_rollouts=args.num_generations,
+        max_staleness=args.staleness_bound,
+        version_of_take=clock.version_of_take,
+        total_takes=clock.total_takes,
+        lag=args.lag,
+        max_attempts=args.max_attempts,
+        stall_timeout=args.stall_timeout,
+        max_in_flight=groups_in_engine(args),
+        max_rejected_in_a_row=args.max_rejected_groups_in_a_row or 10 * args.groups_per_batch,
+        score_threads=max(1, args.reward_workers),
+        score_timeout=None if in_processes else args.reward_timeout,
+        interrupt_score=scorer.close if in_processes else scorer.interrupt,
+        attempt_ended=timeline.attempt,
+        describe_score=scorer.describe,
+        while_waiting=while_waiting,
+    )
+
+
+def take_clock(trainer) -> TakeClock:
+    """When the run takes its batches, counted from its beginning, also when it goes on from a checkpoint."""
+    args = trainer.args
+    streams = isinstance(trainer.train_dataset, IterableDataset)
+    return TakeClock(
+        micro_steps_per_take=args.micro_steps_per_take,
+        accumulation=args.gradient_accumulation_steps,
+        micro_steps_per_epoch=None if streams else len(trainer.callback_handler.train_dataloader),
+        first_version=0,
+        last_version=trainer.state.max_steps,
+    )

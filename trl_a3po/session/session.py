@@ -1,0 +1,176 @@
+"""`Session`: what runs beside one `train()` call, from its start to its close.
+
+Guarantees: whatever was started is closed again when a later part fails; what the engine samples from is published
+here and nowhere else, and checked when due.
+"""
+
+from typing import Any
+
+from trl_a3po.config import A3POConfig
+from trl_a3po.protocol.records import Group
+from trl_a3po.publish.adapter_or_merged import sent_spec
+from trl_a3po.publish.delivery import NUM_TEXTS, DeliveryCheck, KnownTokens, Policy
+from trl_a3po.report.progress import told
+from trl_a3po.report.run_timeline import begin_timeline
+from trl_a3po.rewards.worker_pool import RewardWorkers
+from trl_a3po.rollout.prompt_stream import PromptStream
+from trl_a3po.session.build_engine import build_engine, engine_dtype, sampling_settings
+from trl_a3po.session.build_queue import build_queue
+from trl_a3po.session.build_scorer import PublishedStates, build_scorer
+from trl_a3po.session.cores import SharedCores
+from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evaluation_prompts
+from trl_a3po.session.prompt_rows import prompt_rows, tokenize_prompt
+from trl_a3po.session.resuming import RunState, new_run
+
+
+class Session:
+    """The engine, the queue and the reward functions' loop of one `train()` call.
+
+    Starts with the trainer's current weights; `close` stops all of it.
+
+    Args:
+        trainer: about to train its next micro-step.
+        policy: its policy (`trained_policy`).
+        resumed: the state to go on from.
+    """
+
+    def __init__(self, trainer, policy: Policy, resumed: RunState | None = None):
+        args, version = trainer.args, trainer.state.global_step
+        self._policy = policy
+        self._states = PublishedStates(trainer)
+        self._scorer = build_scorer(trainer, self._states)
+        # With a fixed lag every batch has a publish of its own.
+        self._weight_sync_steps = args.weight_sync_steps if args.lag is None else 1
+        self._evaluation = EvaluationScores()
+        self.evaluation_noise = FIRST_NOISE_KEY
+        self._delivery: DeliveryCheck | None = None
+        self.run = new_run() if resumed is None else resumed.run
+        self.timeline = begin_timeline(args, self.run, version, resumed=resumed is not None)
+        first_row = 0 if resumed is None else resumed.queue.first_row
+        prompts = PromptStream(prompt_rows(trainer, first_row), lambda row: tokenize_prompt(trainer, row), first_row)
+        self.engine = build_engine(args, trainer.accelerator.device)
+        self.queue = build_queue(
+            trainer, self.engine, prompts, self._scorer, self.timeline, lambda: self._while_waiting(trainer)
+        )
+        self._cores = SharedCores(args, trainer.accelerator.device)
+        try:
+            self._start_engine(trainer, version)
+            self.published_version = self.publishes_counted_from = version
+            if isinstance(self._scorer, RewardWorkers):
+                self._scorer.start()
+            if resumed is not None:
+                self.queue.restore(resumed.queue, version)
+                self.publishes_counted_from = resumed.publishes_counted_from
+                self.evaluation_noise = resumed.evaluation_noise or FIRST_NOISE_KEY
+            if args.delivery_check_steps:
+                with told("checking the delivery of weights", not args.disable_tqdm):
+                    self._delivery = self._check_delivery(args, prompts, version)
+            self._states.published(version)
+            self.queue.start(version)
+        except BaseException:
+            self.close()
+            raise
+
+    def publish_if_due(self, version: int) -> None:
+        """Have the engine sample from the policy as `version`, unless the last publish that was due is less than
+        `weight_sync_steps` older. An evaluation's is not counted: it puts off none."""
+        if version - self.publishes_counted_from >= self._weight_sync_steps:
+            self._publish(version)
+            self.publishes_counted_from = version
+
+    def take(self, version: int) -> list[Group]:
+        """The next groups, to be trained at policy version `version`. Raises as the queue's `take`."""
+        with self.timeline.span("take", version=version):
+            return self.queue.take(version)
+
+    def evaluate(self, trainer, rows: list[dict[str, Any]]) -> list[Group]:
+        """Sample and score an evaluation batch from the current policy, while training rollouts go on.
+
+        Args:
+            rows: the batch, each prompt repeated `num_generations_eval` times.
+
+        Raises:
+            ValueError: the batch does not hold whole groups.
+        """
+        version, size = trainer.state.global_step, trainer.num_generations_eval
+        self._publish(version)
+        prompts = evaluation_prompts(trainer, rows)
+        with self.timeline.span("evaluation", version=version, groups=len(prompts)):
+            sampled = self.queue.sample([p.token_ids for p in prompts], size, first_noise_key=self.evaluation_noise)
+            self.evaluation_noise += len(prompts)
+            groups = [Group(p, rollouts, None, version) for p, rollouts in zip(prompts, sampled, strict=True)]
+            scores = self._scorer.score_all(groups, trainer._team.keep_waiting)
+        self._evaluation.fill_in(groups, scores, len(trainer.reward_funcs))
+        return groups
+
+    def end_evaluation(self) -> None:
+        """Say what the evaluation's mean leaves out, once a run.
+
+        Raises:
+            RewardError: it has nothing left.
+        """
+        self._evaluation.end()
+
+    @property
+    def rewards_lost(self) -> dict[str, int]:
+        """Groups so far whose reward worker was killed at `reward_timeout`, and whose worker died."""
+        workers = self._scorer if isinstance(self._scorer, RewardWorkers) else None
+        return {"timeouts": workers.timeouts if workers else 0, "crashes": workers.crashes if workers else 0}
+
+    def measured_gaps(self) -> list[float]:
+        """What the delivery checks since the last call found between engine and trainer: mean |Δ log-prob|."""
+        return [] if self._delivery is None else self._delivery.measured()
+
+    def close(self) -> None:
+        """Stop everything; idempotent."""
+        try:
+            self.queue.close()
+        finally:
+            try:
+                self.engine.close()
+            finally:
+                self._cores.give_back()
+                self._scorer.close()
+                self.timeline.close()
+
+    def _start_engine(self, trainer, version: int) -> None:
+        args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+        spec = sent_spec(args, model, engine_dtype(args, model, trainer.accelerator.mixed_precision))
+        sampling = sampling_settings(args, trainer.generation_config)
+        with told("starting the engine", not args.disable_tqdm), self.timeline.span("engine_start", version=version):
+            self.engine.start(spec, sampling, self._policy.update(version, complete=True))
+
+    def _check_delivery(self, args: A3POConfig, prompts: PromptStream, version: int) -> DeliveryCheck | None:
+        """The check, made once; `None` where there is no prompt to make it with, and so nothing to sample."""
+        texts = max(NUM_TEXTS, len(args.engine_devices), len(args.vllm_server_urls or ()))  # one for each
+        known = [prompt.token_ids for prompt in prompts.peek(texts)]
+        if not known:
+            return None
+        check = DeliveryCheck(
+            self.engine,
+            self._policy,
+            KnownTokens.after(known, args.max_completion_length),
+            temperature=args.temperature,
+            every=args.delivery_check_steps,
+            timeout=args.stall_timeout,
+        )
+        check.at_start(version)
+        return check
+
+    def _while_waiting(self, trainer) -> None:
+        """What the main thread does every now and then while it waits for rollouts."""
+        trainer._team.keep_waiting()
+        # With the weights of another version there would be none to give.
+        if self.published_version == trainer.state.global_step and self.engine.stats().awaits_publish:
+            self.engine.publish(self._policy.update(self.published_version))
+
+    def _publish(self, version: int) -> None:
+        """Have the engine sample from the policy as `version`, if it does not yet, and check that it does when due."""
+        if version == self.published_version:
+            return
+        self._states.published(version)
+        with self.timeline.span("publish", version=version):
+            self.queue.publish(self._policy.update(version))
+        self.published_version = version
+        if self._delivery is not None:
+            self._delivery.after_publish(version)

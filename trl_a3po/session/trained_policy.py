@@ -1,0 +1,26 @@
+"""The trainer's policy as its session publishes and checks it, in this process or spread over several."""
+
+import torch
+
+from trl_a3po.publish.adapter_or_merged import sent_parts
+from trl_a3po.publish.partitioned import PartitionedPolicy
+from trl_a3po.publish.perturb import WholePolicy
+
+
+def trained_policy(trainer) -> WholePolicy | PartitionedPolicy:
+    """Made by every process, at the same place."""
+    model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
+    parts = sent_parts(trainer.args, model)
+    if zero_stage(trainer) == 3:
+
+        def forward(input_ids: torch.Tensor, length: int) -> torch.Tensor:
+            ids = input_ids.to(accelerator.device)
+            return trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), length)[0]
+
+        return PartitionedPolicy(trainer._team, model, parts(model), forward)
+    return WholePolicy(model, parts)
+
+
+def zero_stage(trainer) -> int:
+    """DeepSpeed's ZeRO stage, 0 without DeepSpeed."""
+    return trainer.accelerator.state.deepspeed_plugin.zero_stage if trainer.is_deepspeed_enabled else 0
