@@ -40,7 +40,3 @@ class GenerationFailed(A3POError):
 
 class StampError(A3POError):
     """A token's version cannot be true: older than what was published at its submission, or newer than the trainer."""
-
-
-class EndOfData(Exception):
-    """Not an error: every take of the run has been handed out, or the prompts do not suffice for another batch."""

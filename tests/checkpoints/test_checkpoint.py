@@ -62,7 +62,7 @@ def make_core(prompts, *, bound=BOUND, takes=TAKES):
 def resumed_core(state, version, **kwargs):
     prompts = stream(state.first_row)
     core = make_core(prompts, **kwargs)
-    core.restore(state, prompts.recall(state.cursor, {i.prompt_index for i in state.outstanding}), version)
+    core.restore(state, prompts.fast_forward(state.cursor, {i.prompt_index for i in state.outstanding}), version)
     core.published(version)
     return core
 
@@ -230,7 +230,7 @@ def test_rows_that_are_done_with_are_neither_read_nor_tokenised():
     assert state.first_row == BATCH
     prompts = stream(state.first_row, read=read)
     outstanding = {item.prompt_index for item in state.outstanding}
-    prompts.recall(state.cursor, outstanding - {BATCH + 1})
+    prompts.fast_forward(state.cursor, outstanding - {BATCH + 1})
     assert read == [n for n in range(BATCH, state.cursor) if n != BATCH + 1]
     prompts.fill(1)
     assert prompts.pop().index == state.cursor
@@ -238,7 +238,7 @@ def test_rows_that_are_done_with_are_neither_read_nor_tokenised():
 
 def test_a_stream_that_has_become_shorter_is_refused():
     with pytest.raises(ValueError, match="ends after 5 rows, but 9 had been used"):
-        stream(3, number=5).recall(9, ())
+        stream(3, number=5).fast_forward(9, ())
 
 
 def test_groups_too_old_for_a_smaller_bound_are_refused():

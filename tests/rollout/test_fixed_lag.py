@@ -11,7 +11,7 @@ from trl_a3po.protocol.records import Rejection
 from trl_a3po.rollout.core import QueueCore
 from trl_a3po.rollout.queue import GenerationQueue
 from trl_a3po.rollout.take_plan import TakePlan
-from trl_a3po.rollout.waiting import starved
+from trl_a3po.rollout.wait_reasons import starvation_reason
 from trl_a3po.testing import StubEngine
 
 BATCH, TAKES = 3, 9
@@ -49,7 +49,7 @@ class Run:
         self.messages, self.retries, self.publishes, self.taken, self.scored = [], [], [0], [], []
         self.in_engine, self.tried, self.scoring = [], set(), None
         for _ in range(100_000):
-            if core.end is not None:
+            if core.end_reason is not None:
                 return
             self.random.choices([self.submit, self.engine, self.reward, self.trainer], pace)[0]()
         raise AssertionError("the run never ended")
@@ -161,12 +161,12 @@ def test_a_take_whose_version_was_passed_over_raises():
     while (due := core.next_to_score()) is not None:
         core.scored(due[0], zero_score(due[1]))
     for _ in range(2):
-        assert starved(core) is None
+        assert starvation_reason(core) is None
         core.try_take(core.next_take)
     core.published(2)
     core.prompts.fill(core.prompts_wanted)
     assert core.submissions() == []
-    assert "Take 2 needs groups of version 1" in starved(core)
+    assert "Take 2 needs groups of version 1" in starvation_reason(core)
 
 
 def test_a_publish_that_waits_for_an_engine_which_never_answers_raises():

@@ -139,7 +139,7 @@ def test_an_exit_in_it_is_an_error_that_names_it():
         (lambda group: replace(group, score=Score([[1.0, 2.0], [1.0, 2.0]])), "2 rows of 1 rewards"),
         (lambda group: replace(group, score=Score([[1.0], [math.inf]])), "a reward is infinite"),
         (lambda group: replace(group, score=Score([[1.0], [0.0]], {"a": [1]})), "extra column 'a' has 1 values"),
-        (lambda group: replace(group, prompt=Prompt(8, {}, [1, 2])), "its prompt is another one"),
+        (lambda group: replace(group, prompt=Prompt(8, {}, [1, 2])), "its prompt is a different one"),
         (lambda group: group.rollouts[0].logps.pop() and None, "must be aligned"),
         (lambda group: group.rollouts[0].versions.__setitem__(0, 5), "a token has version 5"),
     ],

@@ -33,10 +33,10 @@ def test_counting_a_kind_ignores_the_reason():
 
 
 @pytest.mark.parametrize("book", ["end_attempt", "end_prompt"])
-def test_booking_twice_raises(book):
+def test_recording_an_outcome_twice_raises(book):
     ledger = Ledger()
     ledger.prompt_popped(0)
     ledger.attempt_submitted(0)
     getattr(ledger, book)(0, "unused")
-    with pytest.raises(ValueError, match="booked twice"):
+    with pytest.raises(ValueError, match="recorded twice"):
         getattr(ledger, book)(0, "trained")

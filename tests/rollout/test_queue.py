@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.queue_fakes import FakeEngine, make_prompts, update, zero_score
-from trl_a3po.errors import A3POError, EndOfData, EngineError, GenerationFailed, QueueClosed, RewardError, StallError
+from trl_a3po.errors import A3POError, EngineError, GenerationFailed, QueueClosed, RewardError, StallError
 from trl_a3po.protocol.records import Rejection
-from trl_a3po.rollout.queue import GenerationQueue
+from trl_a3po.rollout.queue import EndOfData, GenerationQueue
 from trl_a3po.rollout.take_plan import starves
 
 
@@ -83,7 +83,7 @@ def random_delay(seed, longest):
     return lambda request: draws.random() * longest
 
 
-# --- invariants 1 to 3, with threads ------------------------------------------------------------------------------
+# --- whole runs, with threads -----------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
@@ -377,7 +377,7 @@ def test_the_wait_of_a_take_is_counted_while_it_lasts():
 
 def test_the_time_the_bound_keeps_prompts_back_is_counted():
     with running(max_staleness=0) as queue:
-        until(lambda: queue.status().blocked_seconds > 0.05)
+        until(lambda: queue.status().staleness_blocked_seconds > 0.05)
 
 
 def test_take_before_start_is_refused():

@@ -1,4 +1,4 @@
-"""The queue's decisions without threads: invariants 1 to 4 over thousands of random runs, and the single rules."""
+"""The queue's decisions without threads: order, bound and outcomes over random runs, and the single rules."""
 
 import random
 from collections import Counter
@@ -117,7 +117,7 @@ class Simulation:
 
     def play(self):
         for _ in range(200_000):
-            if self.core.end is not None:
+            if self.core.end_reason is not None:
                 break
             self.submit()
             self.random.choices([self.engine, self.reward, self.trainer], self.run.pace)[0]()
@@ -250,7 +250,7 @@ def test_a_straggler_a_hundred_times_slower_is_overtaken_and_trained_in_bound():
             del started[request]
             finish(core, request.request_id, versions=[core.published_version])
         score_all(core)
-        if core.end is None:
+        if core.end_reason is None:
             core.published(core.next_take)
             core.prompts.fill(core.prompts_wanted)
             for group in core.try_take(core.next_take) or []:
@@ -395,7 +395,7 @@ def test_prompts_that_cannot_complete_a_batch_are_kept_as_replacements():
 def test_the_end_of_the_prompts_is_known_without_waiting_for_what_is_left():
     core = make_core(number=2, batch=3)
     core.prompts.fill(100)
-    assert "2 are left for take 0, which needs 3" in core.end
+    assert "2 are left for take 0, which needs 3" in core.end_reason
 
 
 def test_closing_books_the_rest_as_unused_and_names_what_the_engine_still_has():

@@ -41,8 +41,8 @@ class TakeMetrics:
             if self._last_batch is not None:
                 taken_at, blocked_before = self._last_batch
                 metrics["a3po/time/idle_share"].append(self._waited / (now - taken_at))
-                metrics["a3po/time/blocked"].append(status.blocked_seconds - blocked_before)
-            self._last_batch, self._waited = (now, status.blocked_seconds), 0.0
+                metrics["a3po/time/blocked"].append(status.staleness_blocked_seconds - blocked_before)
+            self._last_batch, self._waited = (now, status.staleness_blocked_seconds), 0.0
         add_seconds(metrics, "a3po/time/reward", sum(group.score.seconds for group in groups), first=first)
         metrics["a3po/queue/ready"].append(float(status.ready))
         metrics["a3po/queue/outstanding"].append(float(status.outstanding))

@@ -8,7 +8,7 @@ All times are in seconds since 1970; what a run has no number for is `null`. The
 
 - `start`: a process begins to train `run`, a name that a resumed run keeps, at `version`, `resumed` or not, with
   `groups_per_batch`, `num_generations`, `max_staleness` and `schedule`;
-- `group`: an attempt at a prompt ended (see `trl_a3po.rollout.outcomes.Attempt`);
+- `group`: an attempt at a prompt ended (see `trl_a3po.rollout.outcomes.AttemptRecord`);
 - `engine_start`, `publish`, `take`, `evaluation`, `step`: from `began` to `ended`, at `version` (of a step: the one it
   made). A take lasts as long as the trainer waits; the time of a step that is in no other line is training;
 - `log`: in `logged` what was logged, under names that are the user's too, as in the Trainer's `log_history`;
@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trl_a3po.rollout.outcomes import Attempt
+from trl_a3po.rollout.outcomes import AttemptRecord
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Timeline:
         """Seconds since 1970."""
         return EPOCH + time.monotonic()
 
-    def attempt(self, attempt: Attempt) -> None:
+    def attempt(self, attempt: AttemptRecord) -> None:
         """An attempt ended. Any thread; does not touch the file."""
         facts = asdict(attempt)
         for name in TIMES:

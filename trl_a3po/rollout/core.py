@@ -1,11 +1,13 @@
 """The decisions of the `GenerationQueue` as a state machine: no threads, no waiting, no engine.
 
-Guarantees, whatever the order of events (invariants 1 to 4):
-- every group waiting to be taken is expected at a take within `max_staleness` of its `submitted_version`: admission
-  makes it so, a rejection only moves groups forward, a retry is submitted at a newer version, and a take overtakes an
-  unfinished group only if it stays so;
+Guarantees, whatever the order of events:
+- every group that waits to be taken is expected at a take within `max_staleness` of its `submitted_version`. Admission
+  sees to it; a rejection only moves groups forward; a retry is submitted at a newer version; and a take overtakes an
+  unfinished group only if the bound still holds for that group;
+- groups are taken in submission order, except for such overtaking;
 - a rejected group is replaced at the end of the order; a failed attempt is tried again at its place in the order;
-- every attempt and every prompt ends in exactly one outcome.
+- every attempt and every prompt ends in exactly one outcome, and the numbers of outcomes add up;
+- a token whose version cannot be true raises.
 """
 
 import time
@@ -17,22 +19,22 @@ from typing import Literal
 from trl_a3po.errors import EngineError, GenerationFailed, StallError
 from trl_a3po.protocol.engine import EngineEvent, GroupFailed, GroupRequest
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Score
-from trl_a3po.rollout.outcomes import Attempt, Kind, Ledger, Outcomes, outcome_name
-from trl_a3po.rollout.outstanding import Outstanding, Stage
+from trl_a3po.rollout.outcomes import AttemptRecord, Ledger, OutcomeKind, Outcomes, outcome_name
+from trl_a3po.rollout.outstanding import OutstandingPrompt, Stage
 from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.rollout.queue_state import QueueState
-from trl_a3po.rollout.take_order import Choice, choose_batch
+from trl_a3po.rollout.take_order import BatchChoice, choose_batch
 from trl_a3po.rollout.take_plan import TakePlan
 
 Admission = Literal[
     "open", "total_takes", "max_staleness", "max_in_flight", "prompts", "end of data", "lag", "batch in the engine"
 ]
 
-SPARE_BATCHES = 2  # prompts kept tokenised beyond what may be submitted: the batch a publish opens, and replacements
+SPARE_BATCHES = 2  # tokenised beyond what may be submitted: the batch that a publish admits, and replacements
 
 
 class QueueCore:
-    """Events in, decisions out; one caller at a time. The arguments are the `GenerationQueue`'s."""
+    """Events in, decisions out. It takes one caller at a time. The arguments are those of `GenerationQueue`."""
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class QueueCore:
         max_attempts: int,
         max_in_flight: int | None,
         max_rejected_in_a_row: int,
-        attempt_ended: Callable[[Attempt], None] = lambda attempt: None,
+        attempt_ended: Callable[[AttemptRecord], None] = lambda attempt: None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.prompts = prompts
@@ -54,17 +56,17 @@ class QueueCore:
         self.max_rejected_in_a_row = max_rejected_in_a_row
         self.attempt_ended = attempt_ended
         self.clock = clock
-        self.order: list[Outstanding] = []
+        self.order: list[OutstandingPrompt] = []
         self.next_take = 0
         self.published_version = 0
         self._first_version: int | None = None
         self._last_taken_version = 0
         self._requests = 0
         self._rejected_in_a_row = 0
-        self._by_request: dict[int, Outstanding] = {}
+        self._by_request: dict[int, OutstandingPrompt] = {}
         self._ledger = Ledger()
 
-    # --- what it knows ------------------------------------------------------------------------------------------
+    # --- what is known ------------------------------------------------------------------------------------------
 
     def outcomes(self) -> Outcomes:
         return self._ledger.snapshot()
@@ -74,20 +76,20 @@ class QueueCore:
 
     @property
     def capacity(self) -> int:
-        """How many groups may wait to be taken now."""
+        """How many groups may wait to be taken now (see `TakePlan`)."""
         return self.plan.capacity(self.next_take, self.published_version)
 
     @property
     def takes_end(self) -> int:
-        """Takes from this number on cannot happen, as far as is known."""
+        """Number of the first take that cannot happen, as far as is known."""
         if not self.prompts.source_ended:
             return self.plan.total_takes
         batches = (len(self.order) + self.prompts.buffered) // self.plan.groups_per_batch
         return min(self.plan.total_takes, self.next_take + batches)
 
     @property
-    def end(self) -> str | None:
-        """Why there is no further take, `None` as long as there may be one."""
+    def end_reason(self) -> str | None:
+        """Why there is no further take, `None` as long as there may be another one."""
         if self.next_take >= self.plan.total_takes:
             return f"All {self.plan.total_takes} takes of the run have been handed out."
         if self.next_take >= self.takes_end:
@@ -105,10 +107,11 @@ class QueueCore:
         return max(0, self.capacity - len(self.order)) + spare
 
     def admission(self) -> Admission:
-        """Whether another prompt may be submitted, or what is in the way.
+        """Whether another prompt may be submitted ("open"), or what holds it back.
 
-        A batch is begun only when prompts for all of it are at hand, so that no group is sampled for a batch that
-        the data cannot complete; the prompts of an incomplete last batch stay as replacements.
+        The bound on staleness is `TakePlan.capacity`. A batch is begun only when the prompts for all of it have been
+        tokenised, so that no group is sampled for a batch that the data cannot complete. The prompts of an incomplete
+        last batch stay as replacements.
         """
         position, batch = len(self.order), self.plan.groups_per_batch
         if position >= (self.plan.total_takes - self.next_take) * batch:
@@ -124,10 +127,11 @@ class QueueCore:
         return "open"
 
     def _lagged_admission(self, position: int) -> Admission:
-        """A batch goes to an engine without other work, under its own version: so what is sampled, and next to what,
-        does not depend on the time anything takes."""
+        """With a `lag`: a batch is submitted under its own version, to an engine without other work. What is sampled,
+        and which completions are decoded together, then does not depend on how long anything takes."""
         take = self.plan.expected_take(self.next_take, position)
-        if max(self._first_version, self.plan.lagged_version(take)) != self.published_version:
+        first_version = self.published_version if self._first_version is None else self._first_version
+        if max(first_version, self.plan.lagged_version(take)) != self.published_version:
             return "lag"
         if position % self.plan.groups_per_batch == 0 and self.sampling:
             return "batch in the engine"
@@ -135,13 +139,13 @@ class QueueCore:
 
     @property
     def sampling(self) -> bool:
-        """Some group is in the engine, or is about to be handed to it again."""
+        """Some group is in the engine, or is about to be submitted to it again."""
         return self.count("to submit", "in the engine") > 0
 
     @property
     def settled(self) -> bool:
-        """Everything that is to be sampled from the published version has been: with a `lag`, the next version may
-        be published."""
+        """Everything that is to be sampled from the published version has been sampled. With a `lag`, the next version
+        may then be published."""
         waits_for_this_version = self.admission() in ("open", "prompts", "batch in the engine")
         return not self.sampling and not waits_for_this_version
 
@@ -150,9 +154,9 @@ class QueueCore:
         """Some group waits for its reward."""
         return self.count("waiting for its reward", "being scored") > 0
 
-    def choice(self) -> Choice:
+    def choice(self) -> BatchChoice:
         """What the next take would hand out now."""
-        # With a lag, a batch is what was sampled as one: nothing of a later batch takes its place.
+        # With a lag, a batch is trained as it was sampled: no group of a later batch takes the place of one of them.
         order = self.order if self.plan.lag is None else self.order[: self.plan.groups_per_batch]
         return choose_batch(
             [item.stage == "ready" for item in order],
@@ -165,7 +169,7 @@ class QueueCore:
     # --- events -------------------------------------------------------------------------------------------------
 
     def published(self, version: int) -> None:
-        """The engine samples from `version` now."""
+        """Note that the engine samples from `version` now."""
         if version < self.published_version:
             raise ValueError(f"Version {version} was published after version {self.published_version}.")
         if self.plan.lag is not None and self._first_version is not None and self.sampling:
@@ -178,24 +182,24 @@ class QueueCore:
             self._first_version = version
 
     def submissions(self) -> list[GroupRequest]:
-        """The requests to hand to the engine now: retries first, then new prompts as far as admission allows."""
+        """The requests to submit to the engine now: retries first, then new prompts as far as admission allows."""
         trainable = (self.plan.total_takes - self.next_take) * self.plan.groups_per_batch
         requests = [self._submit(item) for item in self.order[:trainable] if item.stage == "to submit"]
         while self.admission() == "open":
             prompt, now = self.prompts.pop(), self.clock()
             self._ledger.prompt_popped(prompt.index)
-            item = Outstanding(prompt, since=now, stage_since=now)
+            item = OutstandingPrompt(prompt, popped_at=now, stage_entered_at=now)
             self.order.append(item)
             requests.append(self._submit(item))
         return requests
 
     def engine_event(self, event: EngineEvent) -> None:
-        """A request ended in the engine.
+        """Handle the end of a request in the engine.
 
         Raises:
-            EngineError: nothing is outstanding under its id, or the number of rollouts is wrong.
-            StampError: a token is older than what was published when the attempt was submitted.
-            GenerationFailed: it was the last attempt the prompt may have.
+            EngineError: no request with this id is outstanding, or the number of rollouts is wrong.
+            StampError: a token is older than the version published when the attempt was submitted.
+            GenerationFailed: it was the last attempt that the prompt may have.
         """
         item = self._by_request.get(event.request_id)
         if item is None or item.stage != "in the engine":
@@ -206,27 +210,28 @@ class QueueCore:
         if isinstance(event, GroupFailed):
             self._attempt_failed(item, event.reason)
         else:
-            item.finish(event, self.num_rollouts, lagged=self.plan.lag is not None)
-            self._enter(item, "waiting for its reward")
+            item.receive(event, self.num_rollouts, lagged=self.plan.lag is not None)
+            self._enter_stage(item, "waiting for its reward")
 
     def next_to_score(self) -> tuple[int, Group] | None:
-        """The oldest group waiting for its reward, by request id; it is being scored from now on. With a `lag`, groups
-        are scored in submission order, so that reward functions with a state see the same groups in every run."""
+        """The oldest group that waits for its reward, with its request id; its stage is now "being scored". `None` if
+        there is no such group. With a `lag`, groups are scored in submission order, so that reward functions with a
+        state see the same groups in the same order in every run."""
         for item in self.order:
             if item.stage == "waiting for its reward":
-                self._enter(item, "being scored")
-                return item.request_id, item.group
+                self._enter_stage(item, "being scored")
+                return item.request_id, item.finished_group
             if self.plan.lag is not None and item.stage in ("to submit", "in the engine"):
                 return None
         return None
 
     def scoring_seconds(self) -> float:
-        """How long the group that has been scored for longest has been; 0 if none is."""
+        """The longest time for which a group has been scored until now; 0 if no group is being scored."""
         now = self.clock()
-        return max((now - item.stage_since for item in self.order if item.stage == "being scored"), default=0.0)
+        return max((now - item.stage_entered_at for item in self.order if item.stage == "being scored"), default=0.0)
 
     def scored(self, request_id: int, result: Score | Group | Rejection) -> None:
-        """The reward functions, or a filter, said what they think of a group, or what to train on in its place.
+        """Handle the result of scoring a group: its score, the group to train on instead, or a rejection.
 
         Raises:
             StallError: too many groups in a row were rejected.
@@ -236,23 +241,23 @@ class QueueCore:
             if self.plan.lag is not None:
                 raise GenerationFailed(
                     f"The group of prompt {item.prompt.index} was rejected ({result.reason}), and "
-                    "schedule='fixed_lag' cannot replace it: its batch was sampled as one. Accept it, or set "
-                    "schedule='async'."
+                    "schedule='fixed_lag' cannot replace it, because a batch is sampled as a whole. Accept the group, "
+                    "or set schedule='async'."
                 )
             self._reject(item, result.reason, result.remedy)
             return
         if isinstance(result, Group):
-            item.hold(result)
+            item.set_group(result)
         else:
-            item.group.score = result
+            item.finished_group.score = result
         self._rejected_in_a_row = 0
-        self._enter(item, "ready")
+        self._enter_stage(item, "ready")
 
     def try_take(self, version: int) -> list[Group] | None:
-        """The next batch, in submission order, taken at policy version `version`; `None` if it has to wait.
+        """The next batch, in submission order, taken at policy version `version`; `None` if the take has to wait.
 
         Raises:
-            ValueError: `version` is not one this take may happen at.
+            ValueError: this take may not happen at `version`.
             StampError: a token claims a version newer than the trainer's.
         """
         self._check_take_version(version)
@@ -266,10 +271,10 @@ class QueueCore:
             self._leave(item, "trained", taken_version=version)
         self.next_take += 1
         self._last_taken_version = version
-        return [item.group for item in batch]
+        return [item.finished_group for item in batch]
 
     def close(self) -> list[int]:
-        """Book all that is left as unused; returns the requests still in the engine."""
+        """Record every outstanding prompt as unused, and return the ids of the requests still in the engine."""
         in_engine = [item.request_id for item in self.order if item.stage == "in the engine"]
         for item in list(self.order):
             self._leave(item, "unused")
@@ -278,12 +283,12 @@ class QueueCore:
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def state(self) -> QueueState:
-        """A snapshot to go on from in another process, where what is in the engine now is sampled again."""
+        """A snapshot from which another process can continue. What is in the engine now is sampled again there."""
         outcomes = self._ledger.snapshot()
         if in_engine := self.count("in the engine"):
-            lost = Counter(outcomes.attempt_outcomes) + Counter({"unused: cut off, sampled again": in_engine})
+            ended = Counter(outcomes.attempt_outcomes) + Counter({"unused: cut off, sampled again": in_engine})
             open_attempts = outcomes.open_attempts - in_engine
-            outcomes = replace(outcomes, attempt_outcomes=dict(lost), open_attempts=open_attempts)
+            outcomes = replace(outcomes, attempt_outcomes=dict(ended), open_attempts=open_attempts)
         return QueueState(
             next_take=self.next_take,
             cursor=self.prompts.cursor,
@@ -291,32 +296,32 @@ class QueueCore:
             last_taken_version=self._last_taken_version,
             rejected_in_a_row=self._rejected_in_a_row,
             outcomes=outcomes,
-            outstanding=[item.saved() for item in self.order],
+            outstanding=[item.state() for item in self.order],
         )
 
     def restore(self, state: QueueState, prompts: dict[int, Prompt], version: int) -> None:
-        """Go on from `state`, with an engine that samples from `version`; before any other event.
+        """Continue from `state`, with an engine that samples from `version`. Call it before any other event.
 
         Args:
-            prompts: the outstanding prompts by index, as the stream has them now.
+            prompts: index -> outstanding prompt, as the prompt stream has it now.
 
         Raises:
-            ValueError: a prompt is not the one it was, or a group would be older than `max_staleness` when taken.
+            ValueError: a prompt has changed, or a group would be older than `max_staleness` when it is taken.
         """
         self.next_take = state.next_take
         self._last_taken_version = state.last_taken_version
         self._rejected_in_a_row = state.rejected_in_a_row
         for position, saved in enumerate(state.outstanding):
-            item = Outstanding.restored(saved, prompts[saved.prompt_index], self.clock())
+            item = OutstandingPrompt.restored(saved, prompts[saved.prompt_index], self.clock())
             self._check_age(position, version if item.group is None else item.submitted_version)
             if item.group is not None:
-                self._number(item)
+                self._assign_request_id(item)
             self.order.append(item)
         open_prompts = [item.prompt.index for item in self.order]
         self._ledger = Ledger.restored(state.outcomes, open_prompts, self._by_request)
 
     def _check_age(self, position: int, submitted_version: int) -> None:
-        """Refuse a group that would be too old for the take at which it is expected."""
+        """Raise `ValueError` for a group that would be too old for the take at which it is expected."""
         take = self.plan.expected_take(self.next_take, position)
         if take < self.plan.total_takes and not self.plan.in_bound(take, submitted_version):
             raise ValueError(
@@ -325,23 +330,23 @@ class QueueCore:
                 "resume with at least the max_staleness of that run."
             )
 
-    # --- the steps they are made of -----------------------------------------------------------------------------
+    # --- steps of the events ------------------------------------------------------------------------------------
 
-    def _enter(self, item: Outstanding, stage: Stage) -> None:
+    def _enter_stage(self, item: OutstandingPrompt, stage: Stage) -> None:
         item.stage = stage
-        item.stage_since = item.entered[stage] = self.clock()
+        item.stage_entered_at = item.stage_times[stage] = self.clock()
 
-    def _number(self, item: Outstanding) -> None:
+    def _assign_request_id(self, item: OutstandingPrompt) -> None:
         item.request_id, self._requests = self._requests, self._requests + 1
         self._by_request[item.request_id] = item
 
-    def _submit(self, item: Outstanding) -> GroupRequest:
-        self._number(item)
+    def _submit(self, item: OutstandingPrompt) -> GroupRequest:
+        self._assign_request_id(item)
         item.attempt += 1
-        item.entered.clear()
+        item.stage_times.clear()
         item.submitted_version = self.published_version
         self._ledger.attempt_submitted(item.request_id)
-        self._enter(item, "in the engine")
+        self._enter_stage(item, "in the engine")
         return GroupRequest(
             request_id=item.request_id,
             noise_key=item.prompt.index,
@@ -349,16 +354,16 @@ class QueueCore:
             num_rollouts=self.num_rollouts,
         )
 
-    def _attempt_failed(self, item: Outstanding, reason: str) -> None:
+    def _attempt_failed(self, item: OutstandingPrompt, reason: str) -> None:
         self._end_attempt(item, "failed", reason)
         item.failures.append(reason)
         if item.attempt < self.max_attempts:
-            self._enter(item, "to submit")
+            self._enter_stage(item, "to submit")
             return
         self.order.remove(item)
         self._ledger.end_prompt(item.prompt.index, "failed", reason)
         raise GenerationFailed(
-            f"Prompt {item.prompt.index} failed {item.attempt} times, as often as it may be tried "
+            f"Prompt {item.prompt.index} failed {item.attempt} times, which is the limit "
             f"(max_attempts={self.max_attempts}): "
             + "; ".join(f"attempt {number}: {reason}" for number, reason in enumerate(item.failures, start=1))
         )
@@ -369,7 +374,7 @@ class QueueCore:
             raise ValueError(
                 f"Take {self.next_take} happens at version {version}, but version_of_take({self.next_take}) is "
                 f"{planned}: groups were admitted for that version and would be older than "
-                f"max_staleness={self.plan.max_staleness} allows. version_of_take must not promise too little."
+                f"max_staleness={self.plan.max_staleness} allows. version_of_take must not return too low a version."
             )
         least = max(self._last_taken_version, self.published_version)
         if version < least:
@@ -384,7 +389,7 @@ class QueueCore:
             if old and item.stage == "ready":
                 self._reject(item, "older than max_staleness", "raise max_staleness")
 
-    def _reject(self, item: Outstanding, reason: str, remedy: str) -> None:
+    def _reject(self, item: OutstandingPrompt, reason: str, remedy: str) -> None:
         self._leave(item, "rejected", reason)
         self._rejected_in_a_row += 1
         if self._rejected_in_a_row > self.max_rejected_in_a_row:
@@ -394,15 +399,17 @@ class QueueCore:
                 f"{remedy}."
             )
 
-    def _leave(self, item: Outstanding, kind: Kind, why: str | None = None, taken_version: int | None = None) -> None:
+    def _leave(
+        self, item: OutstandingPrompt, kind: OutcomeKind, reason: str | None = None, taken_version: int | None = None
+    ) -> None:
         self.order.remove(item)
-        if item.stage != "to submit":  # between two attempts there is none to end
-            self._end_attempt(item, kind, why, taken_version)
-        self._ledger.end_prompt(item.prompt.index, kind, why)
+        if item.stage != "to submit":  # between two attempts there is no attempt to end
+            self._end_attempt(item, kind, reason, taken_version)
+        self._ledger.end_prompt(item.prompt.index, kind, reason)
 
     def _end_attempt(
-        self, item: Outstanding, kind: Kind, why: str | None = None, taken_version: int | None = None
+        self, item: OutstandingPrompt, kind: OutcomeKind, reason: str | None = None, taken_version: int | None = None
     ) -> None:
-        self._ledger.end_attempt(item.request_id, kind, why)
+        self._ledger.end_attempt(item.request_id, kind, reason)
         del self._by_request[item.request_id]
-        self.attempt_ended(item.ended(outcome_name(kind, why), taken_version, self.clock()))
+        self.attempt_ended(item.record(outcome_name(kind, reason), taken_version, self.clock()))

@@ -1,9 +1,12 @@
 """What happens to a scored group before it may be trained on: the filter for groups without variance, and the user's
 `on_group`.
 
-Guarantees: a group is dropped only for a reason that is counted; what `on_group` returns is checked before anybody
-else sees it: the same prompt, as many rollouts, each aligned and with versions that the engine has stamped in this
-group, one finite reward or NaN per rollout and function; `on_group` is called once per group, one group at a time.
+Guarantees:
+- a group is dropped only for a reason that is counted;
+- what `on_group` returns is checked before it is used: it has the same prompt and as many rollouts, every rollout is
+  aligned and has only versions that the engine stamped in this group, and every rollout has one finite reward or NaN
+  per reward function;
+- `on_group` is called once per group, one group at a time.
 """
 
 import math
@@ -21,15 +24,15 @@ OnGroup = Callable[[Group], Group | Rejection | None]
 
 
 class GroupFilter:
-    """`filter(group)`: the verdict of `score`, unless the filter has another one.
+    """`filter(group)` scores a group and decides whether it is trained on, changed or rejected.
 
     Args:
         score: group -> its rewards, or a `Rejection`.
         drops_zero_variance: reject groups whose rewards are all equal.
-        weights: a weight per reward function.
+        weights: one weight per reward function.
         aggregation: `multi_objective_aggregation` of `GRPOConfig`.
-        on_group: called with a copy of each scored group that is left; returns `None` to accept it, a `Rejection` to
-            have it replaced, or the group to train on instead.
+        on_group: called with a copy of each scored group that the filter has not rejected. It returns `None` to accept
+            the group, a `Rejection` to have it replaced, or the group to train on instead.
     """
 
     def __init__(
@@ -51,22 +54,22 @@ class GroupFilter:
     def __call__(self, group: Group) -> Score | Group | Rejection:
         """
         Raises:
-            RewardError: `on_group` raised, or returned something that cannot be trained on in the group's place.
+            RewardError: `on_group` raised, or returned something that cannot be trained on instead of the group.
         """
         score = self._score(group)
         if isinstance(score, Rejection):
             return score
         if self._drops_zero_variance and has_no_variance(score.rewards, self._weights, self._aggregation):
             return NO_VARIANCE
-        return score if self._on_group is None else self._asked(group, score)
+        return score if self._on_group is None else self._ask_on_group(self._on_group, group, score)
 
-    def _asked(self, group: Group, score: Score) -> Group | Rejection:
+    def _ask_on_group(self, on_group: OnGroup, group: Group, score: Score) -> Group | Rejection:
         columns = len(score.rewards[0])
         copy = replace(group, rollouts=[_copy(rollout) for rollout in group.rollouts], score=score)
         try:
             with self._one_at_a_time:
-                answer = self._on_group(copy)
-        except BaseException as error:  # an exit, too
+                answer = on_group(copy)
+        except BaseException as error:  # also an exit
             raise RewardError(f"on_group raised {error!r} for prompt {group.prompt.index}.") from error
         if isinstance(answer, Rejection):
             return answer
@@ -75,24 +78,24 @@ class GroupFilter:
                 f"on_group returned a {type(answer).__name__} for prompt {group.prompt.index}: return None to accept "
                 "the group, a Rejection to have it replaced, or a Group to train on instead."
             )
-        changed = copy if answer is None else answer  # which it may have changed in place
+        changed = copy if answer is None else answer  # on_group may have changed the copy in place
         try:
-            check_changed(changed, group, columns)
+            check_replacement(changed, group, columns)
         except ValueError as error:
             raise RewardError(
-                f"on_group returned a group that cannot replace that of prompt {group.prompt.index}: {error}"
+                f"on_group returned a group that cannot replace the group of prompt {group.prompt.index}: {error}"
             ) from error
         return replace(group, rollouts=list(changed.rollouts), score=changed.score)
 
 
 def has_no_variance(rewards: Sequence[Sequence[float]], weights: Sequence[float], aggregation: str) -> bool:
-    """Whether the advantages of a group are zero whatever else is in its batch.
+    """Whether the advantages of a group are zero, whatever else is in its batch.
 
     Args:
-        rewards: per rollout, one reward per function; NaN where a function returned `None`.
-        weights: one per function.
-        aggregation: `"sum_then_normalize"`, the weighted sum; `"normalize_then_sum"`, the weighted sum of what each
-            function's rewards are after normalisation within the group.
+        rewards: for each rollout, one reward per function; NaN where a function returned `None`.
+        weights: one weight per function.
+        aggregation: `"sum_then_normalize"` for the weighted sum of the rewards; `"normalize_then_sum"` for the
+            weighted sum of each function's rewards after normalisation within the group.
     """
     if aggregation == "normalize_then_sum":
         columns = [_normalised([row[column] for row in rewards]) for column in range(len(weights))]
@@ -100,15 +103,15 @@ def has_no_variance(rewards: Sequence[Sequence[float]], weights: Sequence[float]
     sums = [
         math.fsum(weight * value for weight, value in zip(weights, row, strict=True) if not math.isnan(value))
         for row in rewards
-        if not all(map(math.isnan, row))  # a rollout that no function applies to has no advantage
+        if not all(map(math.isnan, row))  # a rollout to which no function applies has no advantage
     ]
     return not sums or max(sums) - min(sums) <= RESOLUTION * max(1.0, *map(abs, sums))
 
 
-def check_changed(changed: Group, group: Group, columns: int) -> None:
-    """Raise `ValueError` unless `changed` can be trained on in the place of `group`, of `columns` reward functions."""
+def check_replacement(changed: Group, group: Group, columns: int) -> None:
+    """Raise `ValueError` unless `changed` can be trained on instead of `group`, with `columns` reward functions."""
     if (changed.prompt.index, changed.prompt.token_ids) != (group.prompt.index, group.prompt.token_ids):
-        raise ValueError("its prompt is another one; only rollouts and score may change.")
+        raise ValueError("its prompt is a different one; only rollouts and score may change.")
     if len(changed.rollouts) != len(group.rollouts):
         raise ValueError(
             f"it has {len(changed.rollouts)} rollouts instead of {len(group.rollouts)}; to drop some, return a "
@@ -116,12 +119,12 @@ def check_changed(changed: Group, group: Group, columns: int) -> None:
         )
     stamped = {version for rollout in group.rollouts for version in rollout.versions}
     for rollout in changed.rollouts:
-        _copy(rollout)  # which checks that it is aligned
+        _copy(rollout)  # raises if its lists are not aligned
         if not stamped.issuperset(rollout.versions):
             strange = sorted(set(rollout.versions) - stamped)
             raise ValueError(
-                f"a token has version {strange[0]}, but its tokens were sampled from {sorted(stamped)}; a version is "
-                "stamped where a token is sampled, and stays with it."
+                f"a token has version {strange[0]}, but the group's tokens were sampled from versions "
+                f"{sorted(stamped)}; a version is stamped where a token is sampled, and stays with the token."
             )
     score, size = changed.score, len(group.rollouts)
     if score is None or [len(row) for row in score.rewards] != [columns] * size:

@@ -1,7 +1,8 @@
-"""The ledger: what became of every prompt and of every attempt at it.
+"""The ledger: what became of every prompt, and of every attempt at it.
 
-Guarantees: an attempt ends in exactly one of trained, rejected: why, failed: why, unused; a prompt in exactly one
-final outcome; ending either twice, or one that never began, raises. So at any time
+Guarantees: every attempt ends in exactly one outcome, which is trained, rejected (with the reason), failed (with the
+reason) or unused, and every prompt ends in exactly one outcome. Ending a prompt or an attempt twice, or one that never
+began, raises. Therefore, at any time,
 
     attempts = sum of attempt outcomes + attempts still open,    prompts = sum of prompt outcomes + prompts still open.
 """
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Self
 
-Kind = Literal["trained", "rejected", "failed", "unused"]
+OutcomeKind = Literal["trained", "rejected", "failed", "unused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,13 @@ class Outcomes:
     """A snapshot of the ledger.
 
     Args:
-        prompts: prompts that left the prompt stream.
-        attempts: attempts submitted to the engine.
-        prompt_outcomes: `"trained"`, `"rejected: why"`, `"failed: why"` or `"unused"` -> prompts.
-        attempt_outcomes: the same, counting attempts.
-        open_prompts: prompts without a final outcome yet; 0 once the queue is closed.
-        open_attempts: attempts not ended yet; 0 once the queue is closed.
+        prompts: prompts that have left the prompt stream.
+        attempts: attempts that have been submitted to the engine.
+        prompt_outcomes: outcome -> number of prompts. The outcomes are `"trained"`, `"rejected: <reason>"`,
+            `"failed: <reason>"` and `"unused"`.
+        attempt_outcomes: outcome -> number of attempts.
+        open_prompts: prompts that have no final outcome yet; 0 once the queue is closed.
+        open_attempts: attempts that have not ended yet; 0 once the queue is closed.
     """
 
     prompts: int
@@ -34,31 +36,32 @@ class Outcomes:
     open_prompts: int
     open_attempts: int
 
-    def count(self, kind: Kind) -> int:
-        """Prompts whose final outcome is of this kind, whatever the reason."""
+    def count(self, kind: OutcomeKind) -> int:
+        """How many prompts have a final outcome of this kind, whatever the reason."""
         return _count(self.prompt_outcomes, kind)
 
-    def count_attempts(self, kind: Kind) -> int:
-        """Attempts whose outcome is of this kind, whatever the reason."""
+    def count_attempts(self, kind: OutcomeKind) -> int:
+        """How many attempts have an outcome of this kind, whatever the reason."""
         return _count(self.attempt_outcomes, kind)
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AttemptRecord:
     """An attempt at a prompt that has ended.
 
-    Times are seconds of the queue's clock, `None` where the attempt did not get there, or did in an earlier process.
+    Times are seconds of the queue's clock. A time is `None` if the attempt did not get that far, or got there in an
+    earlier process.
 
     Args:
-        prompt: place of the prompt in the stream.
-        attempt: 1 for the first attempt at it.
-        outcome: `"trained"`, `"rejected: why"`, `"failed: why"` or `"unused"`.
-        submitted_version: published version when it was submitted.
-        oldest, newest: versions of its tokens, `None` where no rollouts came.
-        taken_version: policy version at its take, `None` where it was not taken.
+        prompt: place of the prompt in the prompt stream.
+        attempt: 1 for the first attempt at the prompt.
+        outcome: `"trained"`, `"rejected: <reason>"`, `"failed: <reason>"` or `"unused"`.
+        submitted_version: the published version when the attempt was submitted.
+        oldest, newest: versions of the oldest and of the newest token, `None` if no rollouts came back.
+        taken_version: the policy version at which the group was taken, `None` if it was not taken.
         tokens: completion tokens of its rollouts.
-        submitted, finished, scoring, scored, ended: when it went to the engine, came back, began to be scored, had its
-            rewards, and got its outcome.
+        submitted, finished, scoring, scored, ended: when the attempt went to the engine, when its rollouts came back,
+            when scoring began, when the rewards were there, and when it got its outcome.
     """
 
     prompt: int
@@ -77,9 +80,9 @@ class Attempt:
 
 
 class Ledger:
-    """Books prompts and attempts; the caller holds the lock."""
+    """Counts prompts, attempts and their outcomes. The caller holds the lock."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._prompts = 0
         self._attempts = 0
         self._open_prompts: set[int] = set()
@@ -89,7 +92,13 @@ class Ledger:
 
     @classmethod
     def restored(cls, outcomes: Outcomes, open_prompts: Iterable[int], open_attempts: Iterable[int]) -> Self:
-        """The books of an earlier process, carried on: what is open, by prompt index and by request id."""
+        """The ledger of an earlier process, continued.
+
+        Args:
+            outcomes: what that process had counted.
+            open_prompts: indices of the prompts that are still open.
+            open_attempts: request ids of the attempts that are still open.
+        """
         ledger = cls()
         ledger._prompts, ledger._attempts = outcomes.prompts, outcomes.attempts
         ledger._open_prompts, ledger._open_attempts = set(open_prompts), set(open_attempts)
@@ -109,13 +118,13 @@ class Ledger:
         self._attempts += 1
         self._open_attempts.add(request_id)
 
-    def end_attempt(self, request_id: int, kind: Kind, why: str | None = None) -> None:
+    def end_attempt(self, request_id: int, kind: OutcomeKind, reason: str | None = None) -> None:
         _close(self._open_attempts, request_id, "request")
-        self._attempt_outcomes[outcome_name(kind, why)] += 1
+        self._attempt_outcomes[outcome_name(kind, reason)] += 1
 
-    def end_prompt(self, index: int, kind: Kind, why: str | None = None) -> None:
+    def end_prompt(self, index: int, kind: OutcomeKind, reason: str | None = None) -> None:
         _close(self._open_prompts, index, "prompt")
-        self._prompt_outcomes[outcome_name(kind, why)] += 1
+        self._prompt_outcomes[outcome_name(kind, reason)] += 1
 
     def snapshot(self) -> Outcomes:
         return Outcomes(
@@ -128,16 +137,16 @@ class Ledger:
         )
 
 
-def outcome_name(kind: Kind, why: str | None) -> str:
-    """What the books call an outcome."""
-    return f"{kind}: {why}" if why else kind
+def outcome_name(kind: OutcomeKind, reason: str | None) -> str:
+    """The name under which an outcome is counted."""
+    return f"{kind}: {reason}" if reason else kind
 
 
 def _close(opened: set[int], number: int, what: str) -> None:
     if number not in opened:
-        raise ValueError(f"The outcome of {what} {number} was booked twice, or it never began.")
+        raise ValueError(f"The outcome of {what} {number} was recorded twice, or the {what} never began.")
     opened.remove(number)
 
 
-def _count(outcomes: dict[str, int], kind: Kind) -> int:
+def _count(outcomes: dict[str, int], kind: OutcomeKind) -> int:
     return sum(count for name, count in outcomes.items() if name == kind or name.startswith(f"{kind}: "))

@@ -1,7 +1,7 @@
 """The prompt stream: dataset rows in, tokenised prompts out, with a cursor.
 
-Guarantees: rows are read and tokenised only by the thread that calls `fill` (the main thread: datasets and tokenizers
-are not thread-safe); prompts come out in the order of the rows, each once, numbered without gaps.
+Guarantees: only the thread that calls `fill` reads and tokenises rows (the main thread: datasets and tokenizers are
+not thread-safe); prompts come out in the order of the rows, each once, numbered without gaps.
 """
 
 import itertools
@@ -18,7 +18,7 @@ class PromptStream:
     Args:
         source: dataset rows in training order, over all epochs.
         tokenize: row -> token ids of its prompt.
-        first_row: number of the first row of `source`; those before it are done with.
+        first_row: number of the first row of `source`; earlier rows are not needed any more.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class PromptStream:
 
     @property
     def buffered(self) -> int:
-        """Prompts tokenised and not yet popped."""
+        """How many prompts are tokenised and not yet popped."""
         return len(self._buffer)
 
     @property
@@ -42,14 +42,14 @@ class PromptStream:
         """No prompt is left, neither buffered nor in the source."""
         return self.source_ended and not self._buffer
 
-    def recall(self, cursor: int, indices: Collection[int]) -> dict[int, Prompt]:
-        """Pass over the rows up to `cursor`, tokenising only `indices` among them, which are returned. Main thread
-        only, before anything else is read.
+    def fast_forward(self, cursor: int, indices: Collection[int]) -> dict[int, Prompt]:
+        """Skip the rows up to `cursor`, and return the prompts of those whose numbers are in `indices`, tokenised.
+        Main thread only, before any other read.
 
         Raises:
             ValueError: the source ends before `cursor`.
         """
-        recalled = {}
+        found = {}
         while self.cursor < cursor:
             row = next(self._source, None)
             if row is None:
@@ -58,16 +58,16 @@ class PromptStream:
                     "was saved: resume with the dataset of that run."
                 )
             if self.cursor in indices:
-                recalled[self.cursor] = Prompt(self.cursor, row, self._tokenize(row))
+                found[self.cursor] = Prompt(self.cursor, row, self._tokenize(row))
             self.cursor += 1
         self._tokenised = self.cursor
-        return recalled
+        return found
 
     def fill(self, count: int) -> None:
         """Tokenise until `count` prompts are buffered or the source ends. Main thread only.
 
         Raises:
-            ValueError: a row's prompt has no tokens; the same row raises again at the next call.
+            ValueError: a row's prompt has no tokens. The next call raises for the same row.
         """
         while len(self._buffer) < count and not self.source_ended:
             if self._row is None:
@@ -87,19 +87,19 @@ class PromptStream:
             self._row = None
 
     def peek(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, or those that are left; they stay in the stream. Main thread only.
+        """The next `count` prompts, or as many as are left. They stay in the stream. Main thread only.
 
         Raises:
-            ValueError: as `fill`.
+            ValueError: as for `fill`.
         """
         self.fill(count)
         return list(itertools.islice(self._buffer, count))
 
     def pop(self) -> Prompt:
-        """The next prompt.
+        """Remove and return the next prompt.
 
         Raises:
-            IndexError: nothing is buffered.
+            IndexError: no prompt is buffered.
         """
         prompt = self._buffer.popleft()
         self.cursor += 1

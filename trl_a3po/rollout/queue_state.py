@@ -1,8 +1,8 @@
-"""What a `GenerationQueue` needs to go on in another process, as plain data.
+"""What a `GenerationQueue` needs to continue in another process, as plain data.
 
-Guarantees: dataset rows are not part of it, only the prompts' places in the stream and their tokens, so that a stream
-which has changed is noticed; a group that was not finished is only its prompt, to be sampled again at its place in the
-order.
+Guarantees: dataset rows are not part of the state. It holds each prompt's place in the prompt stream and its tokens,
+so a stream that has changed is noticed. Of a group that was not finished, only the prompt is kept: it is sampled again
+at its place in the order.
 """
 
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ from trl_a3po.rollout.outcomes import Outcomes
 
 @dataclass(frozen=True, slots=True)
 class OutstandingState:
-    """A prompt between the prompt stream and its take.
+    """A prompt that has left the prompt stream and has not been taken.
 
     Args:
-        prompt_index: place of the prompt in the stream.
+        prompt_index: place of the prompt in the prompt stream.
         prompt_ids: its tokens.
-        submitted_version: published version when the attempt was submitted; without rollouts, of the lost attempt.
-        attempt: number of the finished attempt, or of the one that comes next.
-        failures: why each attempt before it failed.
+        submitted_version: the published version when the attempt was submitted.
+        attempt: number of the finished attempt; if none is finished, of the one that comes next.
+        failures: why each earlier attempt failed.
         rollouts: the finished rollouts, `None` if there are none yet.
         score: their rewards, `None` if they are not known yet.
     """
@@ -40,12 +40,12 @@ class QueueState:
 
     Args:
         next_take: number of the next take, counted over the whole run.
-        cursor: prompts that have left the stream.
+        cursor: prompts that have left the prompt stream.
         published_version: the version the engine sampled from.
-        last_taken_version: policy version at the last take.
-        rejected_in_a_row: groups rejected since the last one that was not.
-        outcomes: the books, attempts that the end of the process cuts off already booked as unused.
-        outstanding: what waits to be taken, in submission order.
+        last_taken_version: the policy version at the last take.
+        rejected_in_a_row: groups rejected since the last group that was accepted.
+        outcomes: the ledger, in which the attempts that end with the process are already counted as unused.
+        outstanding: the prompts that wait to be taken, in submission order.
     """
 
     next_take: int
@@ -58,5 +58,5 @@ class QueueState:
 
     @property
     def first_row(self) -> int:
-        """Row of the prompt stream to read on from: no earlier one is needed again."""
+        """The row of the prompt stream to read from: no earlier row is needed again."""
         return min((item.prompt_index for item in self.outstanding), default=self.cursor)

@@ -1,6 +1,6 @@
-"""What the threads of a `GenerationQueue` share: its decisions, its lock, and how it ends.
+"""What the threads of a `GenerationQueue` share: the queue's decisions, the lock that guards them, and how it ends.
 
-Guarantees: the first error ends the queue and every thread sees it; whoever waits is woken by whatever happens.
+Guarantees: the first error ends the queue, and every thread sees it; every change wakes the threads that wait.
 """
 
 import logging
@@ -9,18 +9,18 @@ import time
 
 from trl_a3po.errors import A3POError, EngineError, QueueClosed
 from trl_a3po.rollout.core import QueueCore
-from trl_a3po.rollout.side_requests import SideRequests
+from trl_a3po.rollout.evaluation_requests import EvaluationRequests
 
 logger = logging.getLogger(__name__)
 
 
-class Shared:
+class SharedState:
     """`changed` guards everything here, the core included, and is notified of every change."""
 
     def __init__(self, core: QueueCore):
         self.changed = threading.Condition()
         self.core = core
-        self.side: SideRequests | None = None  # what is sampled beside the run's own prompts
+        self.evaluation: EvaluationRequests | None = None
         self.error: A3POError | None = None
         self.closed = False
         self.last_progress = time.monotonic()
@@ -29,15 +29,16 @@ class Shared:
 
     @property
     def over(self) -> bool:
+        """The queue is closed, or was stopped by an error."""
         return self.closed or self.error is not None
 
     def progress(self) -> None:
-        """Something moved; the caller holds the lock."""
+        """Note that something has happened, and wake the threads that wait. The caller holds the lock."""
         self.last_progress = time.monotonic()
         self.changed.notify_all()
 
     def raise_if_over(self) -> None:
-        """The error that stopped the background work, as a new exception each time, or that the queue is closed."""
+        """Raise the error that stopped the background work, as a new exception each time, or `QueueClosed`."""
         with self.changed:
             if self.error is not None:
                 raise type(self.error)(*self.error.args) from (self.error.__cause__ or self.error)
@@ -45,7 +46,8 @@ class Shared:
                 raise QueueClosed("The queue is closed: nothing can be taken from it or published to it any more.")
 
     def fail(self, error: BaseException) -> None:
-        """A background thread has ended with `error`, which stops the queue, unless it was stopping anyway."""
+        """Stop the queue because a background thread has ended with `error`. If the queue was stopping anyway, the
+        error is only logged."""
         with self.changed:
             if self.over:
                 logger.warning("The %s failed while stopping: %r", threading.current_thread().name, error)
@@ -53,16 +55,16 @@ class Shared:
             self.error = _as_a3po_error(error)
             self.changed.notify_all()
 
-    def blocked(self, blocked: bool) -> None:
-        """Whether `max_staleness` keeps the next prompt back, from now on; the caller holds the lock."""
+    def set_blocked_by_staleness(self, blocked: bool) -> None:
+        """Note whether `max_staleness` holds the next prompt back from now on. The caller holds the lock."""
         now = time.monotonic()
         if self._blocked_since is not None:
             self._blocked_seconds += now - self._blocked_since
         self._blocked_since = now if blocked else None
 
     @property
-    def blocked_seconds(self) -> float:
-        """For how long it has so far."""
+    def staleness_blocked_seconds(self) -> float:
+        """For how long `max_staleness` has held the next prompt back so far, in all."""
         return self._blocked_seconds + (0.0 if self._blocked_since is None else time.monotonic() - self._blocked_since)
 
 

@@ -1,107 +1,139 @@
 """The background threads of a `GenerationQueue`: one works with the engine, the others score.
 
-Guarantees: the engine's `submit`, `wait` and `cancel` are called by the rollout thread only, the reward functions by
-the reward threads only, one group at a time each, and never under the lock; whatever ends a thread early stops the
+Guarantees: only the rollout thread calls the engine's `submit`, `wait` and `cancel`; only the reward threads call the
+reward functions, each for one group at a time; neither happens under the lock; whatever ends a thread early stops the
 queue.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from trl_a3po.errors import RewardError
-from trl_a3po.protocol.engine import Engine, GroupRequest
+from trl_a3po.protocol.engine import Engine, EngineEvent, GroupRequest
 from trl_a3po.protocol.records import Group, Rejection, Score
-from trl_a3po.rollout.shared_state import Shared
+from trl_a3po.rollout.shared_state import SharedState
 
 ENGINE_POLL_SECONDS = 0.02  # how late a publish opens submission while the engine has work
-IDLE_POLL_SECONDS = 0.5  # how late a dead engine is noticed while it has none
+IDLE_POLL_SECONDS = 0.5  # how late the death of an idle engine is noticed
+
+ScoreFunction = Callable[[Group], Score | Group | Rejection]
 
 
 def background_threads(
-    shared: Shared, engine: Engine, score: Callable[[Group], Score | Group | Rejection], scorers: int, *, cut_off: bool
+    shared: SharedState, engine: Engine, score: ScoreFunction, score_threads: int, *, close_interrupts_scoring: bool
 ) -> list[threading.Thread]:
-    """The threads, not started.
+    """The threads, not yet started.
 
     Args:
-        score: as `GenerationQueue` takes it.
-        scorers: threads that score.
-        cut_off: closing the queue ends scores under way, with whatever error.
+        shared: what the threads share with the main thread.
+        engine: the engine to submit to.
+        score: as in `GenerationQueue`.
+        score_threads: number of threads that score.
+        close_interrupts_scoring: closing the queue ends the scoring under way, which then raises any error.
     """
     loops = [("a3po rollout thread", lambda: _rollout_loop(shared, engine))]
-    loops += [("a3po reward thread", lambda: _reward_loop(shared, score, cut_off))] * scorers
+    loops += [("a3po reward thread", lambda: _reward_loop(shared, score, close_interrupts_scoring))] * score_threads
     return [threading.Thread(target=_guarded, args=(shared, loop), name=name, daemon=True) for name, loop in loops]
 
 
-def _guarded(shared: Shared, loop: Callable[[], None]) -> None:
+def _guarded(shared: SharedState, loop: Callable[[], None]) -> None:
     try:
         loop()
-    except BaseException as error:  # it would otherwise end in silence
+    except BaseException as error:  # otherwise the thread would end silently
         shared.fail(error)
 
 
-def _rollout_loop(shared: Shared, engine: Engine) -> None:
-    """Submits what admission allows and brings finished groups home."""
-    core, changed = shared.core, shared.changed
-    while True:
-        with changed:
-            if shared.over:
-                break
-            requests = _submissions(shared)
-            shared.blocked(core.admission() == "max_staleness")
-            if requests:
-                shared.progress()
-            busy = core.count("in the engine") > 0 or shared.side is not None
-            if not busy:
-                changed.wait(IDLE_POLL_SECONDS)
+# --- the rollout thread -------------------------------------------------------------------------------------------
+
+
+def _rollout_loop(shared: SharedState, engine: Engine) -> None:
+    """Submit what admission allows, and pass on what the engine finishes, until the queue is over."""
+    while (work := _next_submissions(shared)) is not None:
+        requests, busy = work
         if requests:
             engine.submit(requests)
-        events = engine.wait(ENGINE_POLL_SECONDS if busy else 0.0)
-        with changed:
-            for event in () if shared.over else events:
-                shared.progress()
-                if event.request_id >= 0:
-                    core.engine_event(event)
-                elif shared.side is not None:
-                    shared.side.engine_event(event)
-    with changed:
-        shared.blocked(False)
-        left = core.close()
-    if left:
-        engine.cancel(left)
+        _handle_events(shared, engine.wait(ENGINE_POLL_SECONDS if busy else 0.0))
+    with shared.changed:
+        shared.set_blocked_by_staleness(False)
+        in_engine = shared.core.close()
+    if in_engine:
+        engine.cancel(in_engine)
 
 
-def _submissions(shared: Shared) -> list[GroupRequest]:
-    """What to hand to the engine now: the run's own prompts first."""
-    beside = [] if shared.side is None else shared.side.submissions()
-    return shared.core.submissions() + beside
+def _next_submissions(shared: SharedState) -> tuple[list[GroupRequest], bool] | None:
+    """What to submit to the engine now, the run's own prompts first, and whether that leaves the engine with work;
+    `None` when the queue is over. Waits a moment if the engine has no work."""
+    with shared.changed:
+        if shared.over:
+            return None
+        evaluation = [] if shared.evaluation is None else shared.evaluation.submissions()
+        requests = shared.core.submissions() + evaluation
+        shared.set_blocked_by_staleness(shared.core.admission() == "max_staleness")
+        if requests:
+            shared.progress()
+        busy = shared.core.count("in the engine") > 0 or shared.evaluation is not None
+        if not busy:
+            shared.changed.wait(IDLE_POLL_SECONDS)
+        return requests, busy
 
 
-def _reward_loop(shared: Shared, score: Callable[[Group], Score | Group | Rejection], cut_off: bool) -> None:
-    """Scores finished groups, the oldest first."""
-    while True:
-        with shared.changed:
-            while not shared.over and (due := shared.core.next_to_score()) is None:
-                shared.changed.wait()
-            if shared.over:
-                return
+def _handle_events(shared: SharedState, events: Sequence[EngineEvent]) -> None:
+    with shared.changed:
+        for event in () if shared.over else events:
+            shared.progress()
+            if event.request_id >= 0:
+                shared.core.engine_event(event)
+            elif shared.evaluation is not None:
+                shared.evaluation.engine_event(event)
+
+
+# --- the reward threads -------------------------------------------------------------------------------------------
+
+
+def _reward_loop(shared: SharedState, score: ScoreFunction, close_interrupts_scoring: bool) -> None:
+    """Score finished groups, the oldest first, until the queue is over."""
+    while (due := _next_to_score(shared)) is not None:
         request_id, group = due
         try:
-            result = score(group)
-        except BaseException as error:  # an exit in it is one function's, not the process's
+            result = _scored(score, group)
+        except RewardError:
             with shared.changed:
-                if shared.closed and cut_off:  # this is what did it
+                if shared.closed and close_interrupts_scoring:  # closing the queue is what raised it
                     return
-            if isinstance(error, RewardError):
-                raise
-            raise RewardError(
-                f"Scoring the rollouts of prompt {group.prompt.index} raised {type(error).__name__}: {error}"
-            ) from error
-        if not isinstance(result, (Score, Group, Rejection)):
-            raise RewardError(
-                f"Scoring the rollouts of prompt {group.prompt.index} returned a {type(result).__name__}: it must "
-                "return a Score, a Group or a Rejection."
-            )
+            raise
         with shared.changed:
             if not shared.over:
                 shared.progress()
                 shared.core.scored(request_id, result)
+
+
+def _next_to_score(shared: SharedState) -> tuple[int, Group] | None:
+    """The request id and the group to score next, once there is one; `None` when the queue is over."""
+    with shared.changed:
+        while not shared.over:
+            if (due := shared.core.next_to_score()) is not None:
+                return due
+            shared.changed.wait()
+    return None
+
+
+def _scored(score: ScoreFunction, group: Group) -> Score | Group | Rejection:
+    """What `score` returns for a group.
+
+    Raises:
+        RewardError: it raised, or returned something else than a `Score`, a `Group` or a `Rejection`.
+    """
+    try:
+        result = score(group)
+    except RewardError:
+        raise
+    except BaseException as error:  # also an exit: it ends the reward function, not the process
+        raise RewardError(
+            f"Scoring the rollouts of prompt {group.prompt.index} raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(result, (Score, Group, Rejection)):
+        raise RewardError(
+            f"Scoring the rollouts of prompt {group.prompt.index} returned a {type(result).__name__}: it must "
+            "return a Score, a Group or a Rejection."
+        )
+    return result

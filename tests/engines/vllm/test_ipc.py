@@ -90,7 +90,7 @@ def test_a_server_that_comes_back_gets_the_weights_with_the_next_publish(tmp_pat
 
 def test_a_run_whose_only_server_was_started_again_sends_it_the_weights_it_trains_with(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_route, "_obstacle", lambda *where: None)
-    monkeypatch.setattr(queue, "WAITING_TOLD_SECONDS", 0.1)
+    monkeypatch.setattr(queue, "WHILE_WAITING_SECONDS", 0.1)
     server, back = StubServer(step=0.02, **GPU), []
 
     def kill_and_restart() -> None:

@@ -1,7 +1,8 @@
-"""Prompts that are sampled beside the run's own: what was asked, what came back, what to try again.
+"""The prompts of an evaluation batch, which share the engine with the run's own: what is to be submitted, what came
+back, and what to try again.
 
-Guarantees: every prompt has its rollouts when `done`; an attempt that failed is submitted again, a bounded number of
-times; request ids are negative and never reused, so they cannot be taken for those of the run.
+Guarantees: when `done`, every prompt has its rollouts; an attempt that failed is submitted again, a bounded number of
+times; request ids are negative and never reused, so they cannot be confused with those of the run's own prompts.
 """
 
 import itertools
@@ -14,14 +15,14 @@ from trl_a3po.protocol.records import Rollout
 _request_ids = itertools.count(-1, -1)
 
 
-class SideRequests:
-    """One batch of prompts; one caller at a time.
+class EvaluationRequests:
+    """One batch of prompts. It takes one caller at a time.
 
     Args:
         prompts: token ids of each prompt.
-        num_rollouts: rollouts of each.
-        first_noise_key: prompt number i draws the noise of `first_noise_key + i`.
-        max_attempts: attempts at a prompt before `EngineError`.
+        num_rollouts: rollouts per prompt.
+        first_noise_key: prompt number i is sampled with the noise of `first_noise_key + i`.
+        max_attempts: attempts at a prompt before `EngineError` is raised.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], num_rollouts: int, first_noise_key: int, max_attempts: int):
@@ -39,16 +40,16 @@ class SideRequests:
         return all(result is not None for result in self._results)
 
     def rollouts(self) -> list[list[Rollout]]:
-        """The rollouts of each prompt, in the order asked."""
+        """The rollouts of each prompt, in the order of the prompts."""
         return [result for result in self._results if result is not None]
 
     def submissions(self) -> list[GroupRequest]:
-        """Requests to hand to the engine now, each once."""
+        """The requests to submit to the engine now. Each is returned once."""
         numbers, self._to_submit = self._to_submit, []
         return [self._request(number) for number in numbers]
 
     def engine_event(self, event: EngineEvent) -> None:
-        """Take in what the engine says of a request; one of an earlier batch is ignored.
+        """Handle the end of a request in the engine. A request of an earlier batch is ignored.
 
         Raises:
             EngineError: the last attempt at a prompt failed.

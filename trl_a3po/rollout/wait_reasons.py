@@ -1,9 +1,9 @@
-"""Why the queue waits: a snapshot for any thread, and the report of a wait that reached its limit."""
+"""Why the queue waits, in words: a snapshot for any thread, and the message of a wait that reached its timeout."""
 
 from dataclasses import dataclass
 
 from trl_a3po.rollout.core import QueueCore
-from trl_a3po.rollout.outstanding import Outstanding
+from trl_a3po.rollout.outstanding import OutstandingPrompt
 from trl_a3po.workers.thread_stacks import thread_stacks
 
 
@@ -12,18 +12,18 @@ class QueueStatus:
     """What the queue holds and why either side waits. Ages and times in seconds.
 
     Args:
-        in_engine: groups being sampled, those about to be handed to the engine included.
-        waiting_for_reward: sampled groups whose reward is not known yet, the one being scored included.
-        ready: scored groups waiting to be taken (the queue's depth).
+        in_engine: groups being sampled, including those about to be submitted to the engine.
+        waiting_for_reward: sampled groups whose reward is not known yet, including those being scored.
+        ready: scored groups that wait to be taken (the queue's depth).
         capacity: groups that may be outstanding besides the batch in training.
         published_version: the version the engine samples from.
         next_take: number of the next take, 0-based.
-        next_take_version: the version it happens at, `None` after the last one.
-        producer: why no further prompt is submitted, or that nothing is in the way.
-        consumer: what the next take waits for, or that nothing is missing.
-        oldest: the oldest outstanding prompt and where it is.
-        take_seconds: time `take` has waited so far, all takes together.
-        blocked_seconds: time `max_staleness` has kept the next prompt from being submitted.
+        next_take_version: the version at which the next take happens, `None` after the last take.
+        producer: why no further prompt is submitted, or that the next prompt can be.
+        consumer: what the next take waits for, or that it has its groups.
+        oldest: the oldest outstanding prompt and the stage it has reached.
+        take_seconds: time that all takes so far have waited.
+        staleness_blocked_seconds: time that `max_staleness` has held the next prompt back.
     """
 
     in_engine: int
@@ -37,28 +37,32 @@ class QueueStatus:
     consumer: str
     oldest: str
     take_seconds: float
-    blocked_seconds: float
+    staleness_blocked_seconds: float
 
     @property
     def outstanding(self) -> int:
         """Groups submitted and not yet taken."""
         return self.in_engine + self.waiting_for_reward + self.ready
 
-    def __str__(self):
-        at = "none is left" if self.next_take_version is None else f"at version {self.next_take_version}"
+    def __str__(self) -> str:
+        take = (
+            "no take is left"
+            if self.next_take_version is None
+            else f"next take {self.next_take}, at version {self.next_take_version}"
+        )
         return (
             f"outstanding: {self.in_engine} in the engine, {self.waiting_for_reward} waiting for their reward, "
             f"{self.ready} ready (capacity {self.capacity})\n"
-            f"versions: published {self.published_version}; next take {self.next_take}, {at}\n"
+            f"versions: published {self.published_version}; {take}\n"
             f"submitting: {self.producer}\n"
             f"taking: {self.consumer}\n"
             f"oldest prompt: {self.oldest}\n"
-            f"waited so far: take {self.take_seconds:.1f} s; submission, for max_staleness, "
-            f"{self.blocked_seconds:.1f} s"
+            f"waited so far: take {self.take_seconds:.1f} s; submission, because of max_staleness, "
+            f"{self.staleness_blocked_seconds:.1f} s"
         )
 
 
-def queue_status(core: QueueCore, take_seconds: float, blocked_seconds: float) -> QueueStatus:
+def queue_status(core: QueueCore, take_seconds: float, staleness_blocked_seconds: float) -> QueueStatus:
     """The snapshot; the caller holds the lock."""
     over = core.next_take >= core.plan.total_takes
     return QueueStatus(
@@ -73,7 +77,7 @@ def queue_status(core: QueueCore, take_seconds: float, blocked_seconds: float) -
         consumer=consumer_reason(core),
         oldest=_oldest(core),
         take_seconds=take_seconds,
-        blocked_seconds=blocked_seconds,
+        staleness_blocked_seconds=staleness_blocked_seconds,
     )
 
 
@@ -81,9 +85,9 @@ def producer_reason(core: QueueCore) -> str:
     """Why no further prompt is submitted."""
     match core.admission():
         case "open":
-            return "nothing is in the way of the next prompt"
+            return "the next prompt can be submitted"
         case "total_takes":
-            return f"every group of the run's {core.plan.total_takes} takes is outstanding or taken"
+            return f"every group of the run's {core.plan.total_takes} takes is outstanding or has been taken"
         case "max_staleness":
             version = core.plan.version_of_take(core.plan.expected_take(core.next_take, len(core.order)))
             return (
@@ -104,28 +108,29 @@ def producer_reason(core: QueueCore) -> str:
 
 def consumer_reason(core: QueueCore) -> str:
     """What the next take waits for."""
-    if core.end is not None:
-        return core.end
+    if core.end_reason is not None:
+        return core.end_reason
     choice = core.choice()
     name = f"take {core.next_take}"
     if choice.deadline is not None:
         item = core.order[choice.deadline]
         return (
-            f"{name} waits for prompt {item.prompt.index} ({_where(core, item)}), which may not be overtaken: "
+            f"{name} waits for prompt {item.prompt.index} ({_progress(core, item)}), which may not be overtaken: "
             f"submitted at version {item.submitted_version}, it could not be trained within "
             f"max_staleness={core.plan.max_staleness} at a later take"
         )
     if not choice.missing:
-        return f"nothing is missing for {name}"
+        return f"{name} has all of its groups"
     short = core.plan.groups_per_batch - len(core.order)
     rest = f"; {short} of them are not submitted yet" if short > 0 else ""
     return f"{name} waits for {choice.missing} of its {core.plan.groups_per_batch} groups{rest}"
 
 
-def starved(core: QueueCore) -> str | None:
-    """Why the take that the main thread is in can never be filled, `None` if it can.
+def starvation_reason(core: QueueCore) -> str | None:
+    """Why the take in which the main thread waits can never be filled, `None` if it can.
 
-    Only the main thread opens admission, so a take that lacks groups it may not submit waits for itself.
+    Only the main thread publishes, so a take whose groups may not be submitted before the next publish waits for
+    itself.
     """
     if len(core.order) >= core.plan.groups_per_batch or core.admission() not in ("max_staleness", "lag"):
         return None
@@ -138,14 +143,17 @@ def starved(core: QueueCore) -> str | None:
     return (
         f"Take {core.next_take} happens at version {core.plan.version_of_take(core.next_take)}, but the published "
         f"version is {core.published_version} and max_staleness={core.plan.max_staleness}, so its groups may not be "
-        "submitted and the take would wait for ever: lower weight_sync_steps or raise max_staleness "
+        "submitted and the take would never end: lower weight_sync_steps or raise max_staleness "
         "(weight_sync_steps - gcd(weight_sync_steps, optimizer steps per batch) must not exceed it)."
     )
 
 
 def stall_report(status: QueueStatus, seconds: float, scoring: str) -> str:
-    """The message of a `StallError` after `seconds` without an event; `scoring` is what the reward functions are at,
-    and what would help, or empty."""
+    """The message of a `StallError` after `seconds` without an event.
+
+    Args:
+        scoring: what the reward functions are doing and what would help if they hang, or empty.
+    """
     advice = (
         scoring or "If the engine or the reward functions need longer than that for one group, raise stall_timeout."
     )
@@ -155,14 +163,15 @@ def stall_report(status: QueueStatus, seconds: float, scoring: str) -> str:
     )
 
 
-def overdue_report(status: QueueStatus, seconds: float, limit: float, scoring: str) -> str:
-    """The message of a `StallError` while a group has been scored for `seconds` in a thread."""
+def overdue_report(status: QueueStatus, seconds: float, timeout: float, scoring: str) -> str:
+    """The message of a `StallError` when scoring one group in a thread has taken `seconds`."""
     advice = scoring or (
         "Set reward_workers=1 or more, which runs the reward functions in processes that are killed at reward_timeout "
         "and replaced, or raise reward_timeout."
     )
     return (
-        f"The reward functions have been at one group for {seconds:.1f} s, longer than reward_timeout={limit:g} s: "
+        f"The reward functions have worked on one group for {seconds:.1f} s, longer than reward_timeout={timeout:g} "
+        f"s: "
         f"{status.consumer}. {advice}\n{status}\n{thread_stacks()}"
     )
 
@@ -170,10 +179,10 @@ def overdue_report(status: QueueStatus, seconds: float, limit: float, scoring: s
 def _oldest(core: QueueCore) -> str:
     if not core.order:
         return "none"
-    item = min(core.order, key=lambda other: other.since)
-    return f"prompt {item.prompt.index}, {core.clock() - item.since:.1f} s old ({_where(core, item)})"
+    item = min(core.order, key=lambda other: other.popped_at)
+    return f"prompt {item.prompt.index}, {core.clock() - item.popped_at:.1f} s old ({_progress(core, item)})"
 
 
-def _where(core: QueueCore, item: Outstanding) -> str:
+def _progress(core: QueueCore, item: OutstandingPrompt) -> str:
     failed = f", failed before: {'; '.join(item.failures)}" if item.failures else ""
-    return f"attempt {item.attempt}, {item.stage} for {core.clock() - item.stage_since:.1f} s{failed}"
+    return f"attempt {item.attempt}, {item.stage} for {core.clock() - item.stage_entered_at:.1f} s{failed}"
