@@ -302,7 +302,7 @@ RUN = {
         "the engine returned an empty completion"),
     "misaligned lists": (
         {"engine": Engine(lambda e, rs: [Rollout(r.token_ids, r.logps, [*r.versions, 0]) for r in rs])}, EngineError,
-        "A rollout's lists must be aligned token by token"),
+        "The lists of a rollout must be aligned token by token"),
     "too few rollouts": (
         {"engine": Engine(lambda e, rs: rs[:2])}, EngineError, "returned 2 rollouts for prompt 0, but 4 were asked"),
     "rollouts of another kind": (

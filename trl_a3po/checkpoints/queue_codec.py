@@ -3,10 +3,10 @@
 Guarantees: `decode_state(*encode_state(state))` equals `state`, to the last bit of every log-prob and reward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,10 +16,12 @@ from trl_a3po.rollout.queue_state import OutstandingState, QueueState
 
 
 def encode_state(state: QueueState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """`(JSON values, tensors)`: per token and per rollout numbers go to the tensors, in the order of `outstanding`.
+    """`(JSON values, tensors)`. The numbers of each token and of each rollout are in the tensors, in the order of
+    `outstanding`.
 
-    The tensors are `token_ids`, `logps` (float64) and `versions`, one entry per token; `lengths`, tokens per rollout;
-    `rewards`, per scored rollout and reward function, NaN where a function returned `None`.
+    The tensors are `token_ids`, `logps` (float64) and `versions`, with one entry per token; `lengths`, with the number
+    of tokens of each rollout; and `rewards`, with one row per scored rollout and one column per reward function, NaN
+    where a function returned `None`.
     """
     rollouts = [rollout for item in state.outstanding for rollout in item.rollouts or ()]
     rewards = [row for item in state.outstanding if item.score is not None for row in item.score.rewards]
@@ -37,15 +39,15 @@ def encode_state(state: QueueState) -> tuple[dict[str, Any], dict[str, torch.Ten
 
 
 def decode_state(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> QueueState:
-    """The state that `encode_state` was given."""
+    """The state that `encode_state` has encoded."""
     bounds = pairwise(accumulate(tensors["lengths"].tolist(), initial=0))
     columns = [tensors[name].tolist() for name in ("token_ids", "logps", "versions")]
-    rollouts = ([column[start:end] for column in columns] for start, end in bounds)
+    rollout_columns = ([column[start:end] for column in columns] for start, end in bounds)
     rewards = iter(tensors["rewards"].tolist())
     return QueueState(
         **{name: values[name] for name in SCALARS},
         outcomes=Outcomes(**values["outcomes"]),
-        outstanding=[_decode_item(item, rollouts, rewards) for item in values["outstanding"]],
+        outstanding=[_decode_item(item, rollout_columns, rewards) for item in values["outstanding"]],
     )
 
 
@@ -65,12 +67,22 @@ def _encode_item(item: OutstandingState) -> dict[str, Any]:
     return values
 
 
-def _decode_item(values: dict[str, Any], rollouts, rewards) -> OutstandingState:
+def _decode_item(
+    values: dict[str, Any], columns: Iterator[list[Any]], rewards: Iterator[list[float]]
+) -> OutstandingState:
     values = dict(values)
-    reasons: Sequence[str] | None = values.pop("finish_reasons")
-    group = None if reasons is None else [Rollout(*next(rollouts), finish_reason=reason) for reason in reasons]
-    score = values.pop("score")
-    if score is not None:
-        metrics = [(name, value) for name, value in score["metrics"]]
-        score = Score([next(rewards) for _ in group], score["extra_columns"], metrics, score["seconds"])
-    return OutstandingState(**values, rollouts=group, score=score)
+    reasons, saved_score = values.pop("finish_reasons"), values.pop("score")
+    if reasons is None:
+        return OutstandingState(**values)
+    rollouts = [_decode_rollout(next(columns), reason) for reason in reasons]
+    score = None
+    if saved_score is not None:
+        metrics = [(name, value) for name, value in saved_score["metrics"]]
+        scored = [next(rewards) for _ in rollouts]
+        score = Score(scored, saved_score["extra_columns"], metrics, saved_score["seconds"])
+    return OutstandingState(**values, rollouts=rollouts, score=score)
+
+
+def _decode_rollout(columns: list[Any], finish_reason: Literal["stop", "length"]) -> Rollout:
+    token_ids, logps, versions = columns
+    return Rollout(token_ids, logps, versions, finish_reason)

@@ -1,7 +1,7 @@
 """The plain records that move from the prompt stream to the trainer: no tensors, no threads, no model.
 
-Guarantees: a `Rollout`'s three lists are aligned, one entry per generated token; a `Group` is complete (every
-rollout of its prompt) or it does not exist.
+Guarantees: the three lists of a `Rollout` are aligned, with one entry per generated token; a `Group` holds every
+rollout of its prompt.
 """
 
 import math
@@ -11,18 +11,19 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One completion as its sampler saw it.
+    """One completion of T tokens, as the engine sampled it.
 
     Args:
-        token_ids: generated tokens, the stop token included.
+        token_ids: the T generated tokens, including the stop token.
         logps: log-prob of each token under the policy that sampled it (temperature applied, no top-p/top-k
             renormalisation, fp32).
-        versions: policy version whose weights produced the logits each token was sampled from; -1 where no policy
-            sampled it.
-        finish_reason: `"stop"` when a stop token ended it, `"length"` when `max_new_tokens` did.
+        versions: version of the policy whose weights produced the logits that each token was sampled from; -1 for a
+            token that no policy sampled.
+        finish_reason: `"stop"` if a stop token ended the completion, `"length"` if `max_new_tokens` did.
 
     Raises:
-        ValueError: the lists differ in length or are empty, or a log-prob is NaN, infinite or positive.
+        ValueError: the lists differ in length or are empty, a token id is negative, or a log-prob is NaN, infinite or
+            positive.
     """
 
     token_ids: list[int]
@@ -30,12 +31,12 @@ class Rollout:
     versions: list[int]
     finish_reason: Literal["stop", "length"] = "stop"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logps) == len(self.versions):
             raise ValueError(
-                f"A rollout's lists must be aligned token by token, but it has {len(self.token_ids)} token ids, "
-                f"{len(self.logps)} log-probs and {len(self.versions)} versions: the engine must return all three "
-                "for every token it sampled."
+                f"The lists of a rollout must be aligned token by token, but this one has {len(self.token_ids)} token "
+                f"ids, {len(self.logps)} log-probs and {len(self.versions)} versions: the engine must return all "
+                "three for every token that it samples."
             )
         if not self.token_ids:
             raise ValueError("A rollout must hold at least one token: the engine returned an empty completion.")
@@ -54,9 +55,9 @@ class Prompt:
     """One row of the prompt stream.
 
     Args:
-        index: place in the stream, 0-based, counted over all epochs and never reused.
+        index: place in the prompt stream, 0-based, counted over all epochs and never reused.
         example: the dataset row, as the reward functions receive it.
-        token_ids: the tokenised prompt.
+        token_ids: the tokens of the prompt.
     """
 
     index: int
@@ -66,13 +67,13 @@ class Prompt:
 
 @dataclass(slots=True)
 class Score:
-    """What the reward functions said of one group of G rollouts.
+    """The rewards of one group of G rollouts.
 
     Args:
-        rewards: G rows of one float per reward function; NaN where a function returned `None`.
-        extra_columns: what `log_extra` recorded: column -> G values.
-        metrics: what `log_metric` recorded, in call order.
-        seconds: time the reward functions took.
+        rewards: G rows with one float per reward function; NaN where a function returned `None`.
+        extra_columns: column -> G values, as recorded by `log_extra`.
+        metrics: names and values, as recorded by `log_metric`, in the order of the calls.
+        seconds: time that the reward functions took.
     """
 
     rewards: list[list[float]]
@@ -83,13 +84,13 @@ class Score:
 
 @dataclass(slots=True)
 class Group:
-    """The rollouts of one prompt, finished and scored.
+    """The finished rollouts of one prompt.
 
     Args:
-        prompt: the prompt they answer.
-        rollouts: `num_generations` rollouts.
-        score: the rewards, `None` until the reward functions have run.
-        submitted_version: the published version when this attempt was submitted: no token is older.
+        prompt: the prompt.
+        rollouts: its `num_generations` rollouts.
+        score: their rewards, `None` until the reward functions have run.
+        submitted_version: the published version when this attempt was submitted. No token is older.
         attempt: 1 for the first attempt at the prompt.
     """
 
@@ -102,10 +103,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Returned instead of a `Score` to keep a group from being trained; another prompt takes its place.
+    """Returned instead of a `Score` to keep a group from being trained on. Another prompt's group takes its place.
 
-    `remedy` is what to do where every group is rejected this way.
+    Args:
+        reason: why the group is rejected. Outcomes are counted by reason, so use the same text for the same reason.
+        remedy: what to do if every group is rejected for this reason; it is part of the error message then.
     """
 
     reason: str
-    remedy: str = field(default="loosen what rejects them, or choose prompts it keeps", compare=False)
+    remedy: str = field(default="loosen the rule that rejects them, or choose prompts that it accepts", compare=False)

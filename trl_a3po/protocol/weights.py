@@ -1,10 +1,10 @@
-"""What an engine needs to rebuild the policy (`PolicySpec`) and to follow it (`WeightUpdate`).
+"""What an engine needs to build a replica of the policy (`PolicySpec`) and to keep it up to date (`WeightUpdate`).
 
 Tensor names are those of the trained, unwrapped module (`PeftModel` included), so plain models, LoRA, DoRA and
-`modules_to_save` travel the same way.
+`modules_to_save` are sent in the same way.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +14,13 @@ import torch
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """How to build a replica of the policy without weights.
+    """How to build a replica of the policy, without its weights.
 
     Args:
         model_class: the `PreTrainedModel` class of the base model.
-        config: its configuration (an instance, ours to keep).
-        dtype: dtype of the replica's forward.
-        peft_config: the adapter's configuration when the policy is a `PeftModel`, else `None`.
+        config: the base model's configuration. The engine may keep this instance.
+        dtype: dtype of the replica's forward pass.
+        peft_config: the adapter's configuration if the policy is a `PeftModel`, else `None`.
         adapter_name: name of the trained adapter.
     """
 
@@ -38,11 +38,12 @@ class WeightUpdate:
     Args:
         version: the policy version.
         tensors: name -> detached tensor, possibly a live view of a trained parameter: an engine copies it before
-            `start` or `publish` returns. Each storage appears once (tied weights under their first name). An engine
-            goes through `items()`, and is done with a tensor before it asks for the next one: where the weights are
-            spread over processes, that is where they are gathered, a few at a time (`publish/partitioned.py`).
-        complete: every parameter and persistent buffer is there (the first update); otherwise only those that
-            training changes.
+            `start` or `publish` returns. Each storage appears once (tied weights appear under their first name). An
+            engine iterates over `items()` and finishes with a tensor before it asks for the next one, because weights
+            that are spread over processes are gathered during this iteration, a few at a time
+            (`publish/partitioned.py`).
+        complete: the update holds every parameter and persistent buffer, as the first update does. Otherwise it holds
+            only those that training changes.
     """
 
     version: int
@@ -51,17 +52,17 @@ class WeightUpdate:
 
     @property
     def specs(self) -> Mapping[str, torch.Tensor]:
-        """Name -> a tensor of that weight's shape and dtype, whose values mean nothing."""
+        """Name -> a tensor with the shape and dtype of that weight. Its values have no meaning."""
         return self.tensors.specs if isinstance(self.tensors, GatheredTensors) else self.tensors
 
 
 class GatheredTensors(Mapping[str, torch.Tensor]):
-    """Tensors that exist only while `items()` is at them.
+    """Tensors that exist only while an iteration over `items()` has reached them.
 
     Args:
-        specs: name -> a tensor of its shape and dtype, on the device "meta".
-        buckets: the names in order, those that exist at the same time together.
-        gather: names -> a context in which these exist, as name -> tensor.
+        specs: name -> a tensor of the same shape and dtype, on the device "meta".
+        buckets: the names in order, in lists of those that are gathered together.
+        gather: names -> a context manager in which these tensors exist, as name -> tensor.
     """
 
     def __init__(
@@ -74,15 +75,18 @@ class GatheredTensors(Mapping[str, torch.Tensor]):
         self._buckets = buckets
         self._gather = gather
 
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor, one after the other; a tensor is gone once the next one is asked for."""
+    def items(self) -> ItemsView[str, torch.Tensor]:
+        """The names and tensors, for one iteration. A tensor is gone once the next one is asked for."""
+        return _GatheredItems(self)
+
+    def iterate(self) -> Iterator[tuple[str, torch.Tensor]]:
         for names in self._buckets:
             with self._gather(names) as tensors:
                 for name in names:
                     yield name, tensors.pop(name)
 
     def renamed(self, names: Mapping[str, str]) -> "GatheredTensors":
-        """Those of `names` (theirs here -> the new one), and no others."""
+        """The tensors whose names are keys of `names`, under the names that these are mapped to."""
         before = {new: old for old, new in names.items()}
 
         @contextmanager
@@ -100,7 +104,7 @@ class GatheredTensors(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.specs:
             raise KeyError(name)
-        raise TypeError(f"{name!r} exists only while items() is at it and cannot be had alone.")
+        raise TypeError(f"{name!r} exists only during an iteration over items() and cannot be read on its own.")
 
     def __contains__(self, name: object) -> bool:
         return name in self.specs
@@ -110,3 +114,14 @@ class GatheredTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.specs)
+
+
+class _GatheredItems(ItemsView[str, torch.Tensor]):
+    """The `items()` of `GatheredTensors`."""
+
+    def __init__(self, tensors: GatheredTensors):
+        super().__init__(tensors)
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._tensors.iterate()
