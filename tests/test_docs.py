@@ -1,21 +1,20 @@
-"""README and docs name only what exists: links, files, tests, settings; the pages of the API are the docstrings."""
+"""README and docs name only what exists: links, files, tests, settings, public names; the README's script runs."""
 
-import importlib.util
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
-from trl import GRPOConfig
 
-import trl_a3po
+import trl_a3po.errors
+import trl_a3po.objectives
 from tests.runs import build
 from trl_a3po import A3POConfig
 from trl_a3po.config.a3po_config import CHOICES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SETTINGS = [ROOT / "README.md", ROOT / "docs" / "settings.md", ROOT / "docs" / "training_forward.md"]
+SETTINGS = [ROOT / "docs" / "settings.md", ROOT / "docs" / "training_forward.md"]
 FOLDERS = ("docs", "notebooks", "recipes", "tests", "trl_a3po")
 ASYMPO = {"objective": "asympo", "loss_type": "grpo", "scale_rewards": "none"}
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -145,17 +144,35 @@ def test_every_page_is_in_the_index():
         assert page.name == "README.md" or f"]({page.name})" in index, page.name
 
 
-def test_the_pages_of_the_api_are_those_of_the_docstrings():
-    """Where this fails: `python docs/api.py`, and commit what it changes."""
-    spec = importlib.util.spec_from_file_location("docs_api", ROOT / "docs" / "api.py")
-    api = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(api)
-    committed = {page.name: text_of(page) for page in (ROOT / "docs" / "api").glob("*.md")}
-    assert committed == api.pages()
-    for name in trl_a3po.__all__:
-        assert any(f"`{name}`" in text for text in committed.values()), name
-    settings = set(A3POConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
-    assert settings <= set(re.findall(r"^\| `(\w+)` ", committed["config.md"], re.M))
+def test_every_public_name_is_on_a_page_of_the_api():
+    api = "\n".join(text_of(page) for page in (ROOT / "docs" / "api").glob("*.md"))
+    shown = set(re.findall(r"\w+", api))
+    assert {*trl_a3po.__all__, *trl_a3po.objectives.__all__} - shown == set()
+
+
+def test_every_error_is_explained():
+    explained = {name.strip("`") for name, *_ in rows(ROOT / "docs" / "errors.md", "error")}
+    errors = {name for name, value in vars(trl_a3po.errors).items() if isinstance(value, type)}
+    assert errors - explained == {"A3POError", "EndOfData"}  # the base class; what ends a loop and no run
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    site = text_of(ROOT / "mkdocs.yml")
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = str(page.relative_to(ROOT / "docs"))
+        assert name == "README.md" or f": {name}\n" in site, name
+
+
+def test_the_script_of_the_readme_trains(model_path, tmp_path, monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", text_of(ROOT / "README.md"), re.S)
+    assert len(code.splitlines()) <= 15
+    model, steps = re.compile(r'(?<=A3POTrainer\(")[^"]*'), re.compile(r"max_steps=\d+")
+    assert model.search(code) and steps.search(code)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(steps.sub("max_steps=2", model.sub(str(model_path), code)), names)
+    history = [entry for entry in names["trainer"].state.log_history if "reward" in entry]
+    assert [entry["step"] for entry in history] == [1, 2]
 
 
 @pages

@@ -1,0 +1,154 @@
+"""What MkDocs does beyond Markdown: pages from outside `docs/`, links that work on GitHub and on the site, and tables
+that are filled from the code.
+
+Guarantees: a page reads the same on GitHub and on the site; a table of settings or objectives on the site is what the
+installed library says.
+"""
+
+import base64
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES_FROM = {  # page of the site -> file of the repository
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+    "notebooks/index.md": "notebooks/README.md",
+} | {f"notebooks/{path.stem}.md": f"notebooks/{path.name}" for path in sorted(ROOT.glob("notebooks/*.ipynb"))}
+PAGE_OF = {file: page for page, file in PAGES_FROM.items()} | {"docs/README.md": "index.md"}
+LINK = re.compile(r"(\[[^\]\[]*(?:\[[^\]]*\][^\]\[]*)*\])\(([^)\s]+)\)")
+PICTURE = re.compile(r'<picture>.*?<img [^>]*src="docs/(\S+)_light\.svg"[^>]*alt="([^"]*)"[^>]*>.*?</picture>', re.S)
+FENCE = re.compile(r"(^```.*?^```$)", re.S | re.M)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that GitHub shows elsewhere in the repository."""
+    for page, name in PAGES_FROM.items():
+        path = ROOT / name
+        if path.suffix == ".ipynb":
+            for file in notebook_files(page, path, config):
+                files.append(file)
+        else:
+            files.append(File.generated(config, page, content=path.read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    uri = page.file.src_uri
+    markdown = PICTURE.sub(r"![\2](\1_light.svg#only-light)\n![\2](\1_dark.svg#only-dark)", markdown)
+    markdown = FENCE.sub(lambda block: block[0], markdown)
+    parts = FENCE.split(markdown)
+    written = [part if part.startswith("```") else linked(part, uri, config.extra.get("source")) for part in parts]
+    markdown = "".join(written)
+    for marker, table in TABLES.items():
+        if f"<!-- {marker} -->" in markdown:
+            markdown = markdown.replace(f"<!-- {marker} -->", table())
+    return markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Docstrings refer to names as Hugging Face's do, [`~trl.GRPOConfig`]: shown as code."""
+    return re.sub(r"\[<code>~?(?:[\w.]+\.)?(\w+)</code>\]", r"<code>\1</code>", html)
+
+
+# --- links ----------------------------------------------------------------------------------------------------------
+
+
+def linked(markdown: str, uri: str, source: str | None) -> str:
+    """`markdown` with its links, which are right on GitHub, as the site needs them.
+
+    A file that has no page becomes a link to `source`, the address of the repository's files; without one, the label
+    is all that stays.
+    """
+    origin = Path(PAGES_FROM.get(uri, f"docs/{uri}")).parent
+
+    def replace(link: re.Match) -> str:
+        label, target = link[1], link[2]
+        name, _, anchor = target.partition("#")
+        if not name or re.match(r"[a-z]+:", name) or name.endswith(("_light.svg", "_dark.svg")):
+            return link[0]
+        file = os.path.normpath(origin / name)
+        page = PAGE_OF.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)
+        if page is None:
+            return f"{label}({source}/{file})" if source else label[1:-1]
+        relative = os.path.relpath(page, Path(uri).parent)
+        return f"{label}({relative}{'#' + anchor if anchor else ''})"
+
+    return LINK.sub(replace, markdown)
+
+
+# --- notebooks ------------------------------------------------------------------------------------------------------
+
+
+def notebook_files(page: str, path: Path, config: MkDocsConfig) -> list[File]:
+    """A notebook as a page with its outputs, and its pictures."""
+    parts, pictures = [], []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{path.stem}_{len(pictures)}.png"
+                content = base64.b64decode("".join(data["image/png"]))
+                pictures.append(File.generated(config, f"notebooks/{name}", content=content))
+                parts.append(f"![output of the cell above]({name})")
+            elif "text/html" in data:
+                table = re.sub(r"<style.*?</style>\s*", "", "".join(data["text/html"]), flags=re.S)
+                parts.append("\n".join(line.strip() for line in table.splitlines() if line.strip()))
+            elif text := "".join(output.get("text") or data.get("text/plain") or []):
+                parts.append(f"```text\n{text.rstrip()}\n```")
+    return [File.generated(config, page, content="\n\n".join(parts)), *pictures]
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def settings_tables() -> str:
+    """Every field that `A3POConfig` adds to `GRPOConfig`, and those whose default differs."""
+    from trl import GRPOConfig
+
+    from trl_a3po import A3POConfig
+
+    inherited = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    fields = {field.name: field for field in dataclasses.fields(A3POConfig)}
+    parts = []
+    for heading, names in groups(A3POConfig).items():
+        parts += [f"### {heading}", settings_table([fields[name] for name in names])]
+    changed = [field for name, field in fields.items() if name in inherited and field.default != inherited[name]]
+    return "\n\n".join([*parts, "### Defaults that differ from `GRPOConfig`", settings_table(changed)])
+
+
+def groups(config: type) -> dict[str, list[str]]:
+    """Headings of a config's docstring (`> Parameters that control …`) -> the fields described under each."""
+    found: dict[str, list[str]] = {}
+    for line in config.__doc__.splitlines():
+        if heading := re.fullmatch(r" +> Parameters that control (.+)", line):
+            names = found.setdefault(heading[1][0].upper() + heading[1][1:], [])
+        elif field := re.match(r" +(\w+) \(`", line):
+            names.append(field[1])
+    return found
+
+
+def settings_table(fields: list[dataclasses.Field]) -> str:
+    rows = ["| setting | default | what it does |", "|---|---|---|"]
+    for field in fields:
+        described = " ".join(field.metadata["help"].split()).replace("|", "\\|")
+        described = re.sub(r"(?<![\w`])'[\w.]+'", lambda word: f"`{word[0]}`", described)
+        described = re.sub(r"\b[a-z]+(?:_[a-z0-9]+)+(?:=\w+)?\b", lambda word: f"`{word[0]}`", described)
+        rows.append(f"| `{field.name}` | `{field.default!r}` | {described} |")
+    return "\n".join(rows)
+
+
+TABLES = {"settings": settings_tables}
