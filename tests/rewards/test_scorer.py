@@ -138,7 +138,7 @@ def test_extra_columns_and_metrics_are_recorded():
         ([1.0, 2.0], "returned 2 rewards for a group of 3"),
         (None, "returned None instead of a list"),
         (1.0, "returned a float: return a list"),
-        ([1.0, "good", 2.0], "returned the text 'good' for completion 1"),
+        ([1.0, "good", 2.0], "returned the string 'good' for completion 1"),
         ([1.0, 2.0, [3.0]], "returned a list for completion 2"),
         ([1.0, math.nan, 2.0], "returned nan for completion 1"),
         ([math.inf, 1.0, 2.0], "returned inf for completion 0"),
@@ -147,7 +147,7 @@ def test_extra_columns_and_metrics_are_recorded():
         ((1 / n for n in (1, 0, 1)), "returned a generator that raised ZeroDivisionError"),
     ],
 )
-def test_anything_but_one_number_per_completion_is_refused_by_name(returned, message):
+def test_anything_but_one_number_per_completion_is_an_error_that_names_the_function(returned, message):
     with pytest.raises(RewardError, match="'reward0' ") as error:
         scorer(lambda **kwargs: returned)(group())
     assert message in str(error.value)

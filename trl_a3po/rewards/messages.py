@@ -1,6 +1,6 @@
-"""What travels between the training process and its reward workers: functions and groups there, scores back.
+"""What the training process and its reward workers send each other: functions and groups there, scores back.
 
-Guarantees: what cannot be sent is named, with what to do about it, before or instead of a score.
+Guarantees: the error about an object that cannot be sent names it and says what to do.
 """
 
 import pickle
@@ -14,21 +14,22 @@ from trl_a3po.protocol.records import Group, Score
 
 
 def pickled_functions(funcs: Sequence[Callable[..., Any] | None], names: Sequence[str]) -> bytes:
-    """The functions as reward workers get them: together, so that what they share stays shared.
+    """The functions, pickled together, so that an object that two of them share is still shared in the worker.
 
     Raises:
-        RewardError: one cannot be pickled.
+        RewardError: a function cannot be pickled.
     """
     try:
-        return cloudpickle.dumps(list(funcs))
+        return _dumps(list(funcs))
     except Exception as error:
         for func, name in zip(funcs, names, strict=True):
             try:
-                cloudpickle.dumps(func)
+                _dumps(func)
             except Exception as reason:
                 raise RewardError(
-                    f"The reward function '{name}' cannot be sent to a reward worker: {reason!r}. Create what cannot "
-                    "be pickled inside the function, or set reward_workers=0, which runs it in this process."
+                    f"The reward function '{name}' cannot be sent to a reward worker: {reason!r}. Create the object "
+                    "that cannot be pickled inside the function, or set reward_workers=0, which runs the function in "
+                    "this process."
                 ) from reason
         raise RewardError(
             f"The reward functions cannot be sent to a reward worker: {error!r}. Set reward_workers=0, which runs "
@@ -37,13 +38,13 @@ def pickled_functions(funcs: Sequence[Callable[..., Any] | None], names: Sequenc
 
 
 def pickled_group(group: Group, completions: list[Any], state: Any) -> bytes:
-    """A group with what its reward functions get beside it.
+    """A group, its completions, and the trainer's state that its reward functions receive.
 
     Raises:
-        RewardError: it cannot be pickled.
+        RewardError: the group cannot be pickled.
     """
     try:
-        return cloudpickle.dumps((group, completions, state))
+        return _dumps((group, completions, state))
     except Exception as error:
         raise RewardError(
             f"Prompt {group.prompt.index} cannot be sent to a reward worker: {error!r}. Keep plain values in the "
@@ -52,31 +53,37 @@ def pickled_group(group: Group, completions: list[Any], state: Any) -> bytes:
 
 
 def pickled_score(score: Score) -> bytes:
-    """A worker's answer.
+    """The score that a worker sends back.
 
     Raises:
-        RewardError: it cannot be pickled.
+        RewardError: the score cannot be pickled.
     """
     try:
-        return cloudpickle.dumps(score)
+        return _dumps(score)
     except Exception as error:
         columns = ", ".join(map(repr, score.extra_columns))
         raise RewardError(
-            f"What log_extra recorded ({columns}) cannot be sent back from a reward worker: {error!r}. Record "
-            "numbers or text, or set reward_workers=0."
+            f"The values that log_extra recorded ({columns}) cannot be sent back from a reward worker: {error!r}. "
+            "Record numbers or strings, or set reward_workers=0."
         ) from error
 
 
 def unpickled_score(score: bytes, group: Group) -> Score:
-    """A worker's answer about `group`.
+    """The score of `group` that a worker has sent.
 
     Raises:
-        RewardError: it cannot be loaded here.
+        RewardError: the score cannot be loaded in this process.
     """
     try:
-        return pickle.loads(score)
+        loaded: Score = pickle.loads(score)
     except Exception as error:
         raise RewardError(
-            f"What log_extra recorded for prompt {group.prompt.index} cannot be loaded in the training process: "
-            f"{error!r}. Record numbers or text, or set reward_workers=0."
+            f"The values that log_extra recorded for prompt {group.prompt.index} cannot be loaded in the training "
+            f"process: {error!r}. Record numbers or strings, or set reward_workers=0."
         ) from error
+    return loaded
+
+
+def _dumps(value: object) -> bytes:
+    pickled: bytes = cloudpickle.dumps(value)
+    return pickled

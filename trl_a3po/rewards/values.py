@@ -1,7 +1,7 @@
-"""What a reward function returned, as numbers.
+"""The rewards that a reward function returned, as numbers.
 
-Guarantees: one finite number per completion, NaN where the function returned `None`, or a `RewardError` that names the
-function and what it returned.
+Guarantees: one finite number per completion, NaN where the function returned `None`; or else a `RewardError` that
+names the function and says what it returned.
 """
 
 import math
@@ -14,7 +14,7 @@ def reward_values(name: str, returned: Any, size: int) -> list[float]:
     """The rewards that the function `name` returned for `size` completions.
 
     Raises:
-        RewardError: they are not one number, or `None`, per completion.
+        RewardError: `returned` is not one number or `None` per completion.
     """
     if returned is None:
         raise RewardError(
@@ -28,7 +28,7 @@ def reward_values(name: str, returned: Any, size: int) -> list[float]:
             f"The reward function '{name}' returned a {type(returned).__name__}: return a list with one number "
             "per completion."
         ) from None
-    except BaseException as error:  # of a generator
+    except BaseException as error:  # raised by a generator
         raise RewardError(
             f"The reward function '{name}' returned a {type(returned).__name__} that raised {error!r}: return a list "
             "with one number per completion."
@@ -46,13 +46,13 @@ def _number(name: str, i: int, value: Any) -> float:
         return math.nan
     if isinstance(value, str):
         raise RewardError(
-            f"The reward function '{name}' returned the text {value!r} for completion {i}: return a number."
+            f"The reward function '{name}' returned the string {value!r} for completion {i}: return a number."
         )
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    except (TypeError, ValueError, RuntimeError) as error:  # the last is torch's, for a tensor of several elements
+    except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last, for a tensor of several elements
         raise RewardError(
             f"The reward function '{name}' returned a {type(value).__name__} for completion {i}: return a number, "
             "or None where the function does not apply."

@@ -1,10 +1,10 @@
 """A process that runs reward functions: `python -m trl_a3po.rewards.worker SOCKET PARENT`, started by
 `RewardWorkers` alone.
 
-Guarantees: the functions run on the main thread, one group at a time, and keep their state from group to group; what
-they raise goes back as text, and the process goes on; it ends when its parent does.
+Guarantees: the functions run on the main thread, one group at a time, and keep their state from group to group; an
+exception that they raise is sent back as text, and the process continues; the process ends when its parent does.
 
-Messages in: the functions, once; then groups. Messages out: `ready`, `column`, `scored`, `failed`.
+It receives the functions, once, and then groups. It sends `ready`, `column`, `scored` and `failed`.
 """
 
 import contextlib
@@ -24,38 +24,43 @@ from trl_a3po.workers.process import parents_channel
 
 def main() -> None:
     channel = parents_channel()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a worker is aborted for its stack, not for its memory
-    with contextlib.suppress(EOFError):  # the trainer closed its side
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a worker is aborted for its stack, not for a core dump
+    with contextlib.suppress(EOFError):  # the trainer has closed its end
         _serve(channel)
 
 
 def _serve(channel: Channel) -> None:
-    def tell(*message: Any) -> None:
+    def send(*message: Any) -> None:
         channel.send(message)
         channel.drain()
 
     functions, names = channel.receive_one()
     try:
-        scorer = _Scorer(pickle.loads(functions), names, lambda column, values: tell("column", column, values))
+        scorer = _Scorer(pickle.loads(functions), names, lambda column, values: send("column", column, values))
     except BaseException as error:
-        tell("failed", f"The reward functions cannot be loaded in a reward worker: {error!r}.", traceback.format_exc())
+        send("failed", f"The reward functions cannot be loaded in a reward worker: {error!r}.", traceback.format_exc())
         return
-    tell("ready")
+    send("ready")
     while True:
         try:
-            tell("scored", scorer(*pickle.loads(channel.receive_one())))
+            send("scored", scorer(*pickle.loads(channel.receive_one())))
         except EOFError:
             raise
         except RewardError as error:
-            tell("failed", str(error), _traceback(error.__cause__ or error))
+            send("failed", str(error), _traceback(error.__cause__ or error))
         except BaseException as error:
-            tell("failed", f"Scoring a group raised {error!r}.", _traceback(error))
+            send("failed", f"Scoring a group raised {error!r}.", _traceback(error))
 
 
 class _Scorer:
-    """A `RewardScorer` that is told the completions and the trainer's state with each group."""
+    """A `RewardScorer` that receives the completions and the trainer's state with each group."""
 
-    def __init__(self, functions: list, names: list[str], on_column: Callable[[int, list[float]], None]):
+    def __init__(
+        self,
+        functions: list[Callable[..., Any] | None],
+        names: list[str],
+        on_column: Callable[[int, list[float]], None],
+    ):
         self._completions: list[Any] = []
         self._state: Any = None
         self._scorer = RewardScorer(

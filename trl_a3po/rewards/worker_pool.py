@@ -1,12 +1,16 @@
 """Reward functions in processes that can be killed: what `reward_workers` and `reward_timeout` do.
 
-Guarantees: each function is called once per group, on the main thread of one of the workers, with what `RewardScorer`
-passes; a worker that is overdue or dies is replaced, and its group ends as a `Rejection` that names the function, or
-with the value set for missing rewards: counted either way; what a function raises is a `RewardError`, with the
-worker's traceback as its cause; no worker outlives `close`, or this process.
+Guarantees:
+- each function is called once per group, on the main thread of one of the workers, with the arguments that
+  `RewardScorer` passes;
+- a worker that exceeds the timeout or dies is replaced. Its group is rejected, with a reason that names the function,
+  or gets the value set for missing rewards. Both are counted;
+- an exception of a function becomes a `RewardError` that has the worker's traceback as its cause;
+- no worker outlives `close`, or this process.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +20,7 @@ from typing import Any
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.protocol.records import Group, Rejection, Score
 from trl_a3po.rewards.messages import pickled_functions, pickled_group, unpickled_score
-from trl_a3po.rewards.scorer import WAITING_SECONDS, is_async
+from trl_a3po.rewards.scorer import is_async, wait_for_result
 from trl_a3po.rewards.worker_process import ABORT_SECONDS, RewardProcess, WorkerGone
 from trl_a3po.workers.process import WorkerProcess
 
@@ -30,14 +34,14 @@ class RewardWorkers:
     """`workers(group) -> Score | Rejection`, from any thread, as many groups at a time as there are workers.
 
     Args:
-        funcs: reward functions, in the order of the rewards' columns; `None` marks a column that is computed
-            elsewhere and stays NaN.
-        names: a name per function, for messages and outcomes.
+        funcs: reward functions, in the order of the columns of the rewards. `None` stands for a column that is
+            computed elsewhere. It is NaN here.
+        names: one name per function, for messages and outcomes.
         decode: group -> its completions, as text or as messages.
-        state: group -> the snapshot of the trainer's state that its reward functions get; it can be pickled.
-        workers: processes.
-        timeout: seconds the functions may take for one group, from when a worker is ready for it.
-        on_timeout: reward of each completion where a function did not end; `None` rejects the group instead.
+        state: group -> the snapshot of the trainer's state that its reward functions receive. It must be picklable.
+        workers: number of processes.
+        timeout: seconds that the functions may take for one group, counted from when a worker is ready for it.
+        on_timeout: reward that each completion gets from a function that did not finish; `None` rejects the group.
         stall_timeout: seconds after which `score_all` gives up on a group.
 
     Raises:
@@ -58,12 +62,12 @@ class RewardWorkers:
     ):
         self._functions = pickled_functions(funcs, names)
         self._names = list(names)
-        here = [column for column, func in enumerate(funcs) if func is not None]
-        self._in_turn = [column for column in here if not is_async(funcs[column])]
-        self._together = [column for column in here if is_async(funcs[column])]
+        present = [(column, func) for column, func in enumerate(funcs) if func is not None]
+        self._in_turn = [column for column, func in present if not is_async(func)]
+        self._together = [column for column, func in present if is_async(func)]
         self._decode = decode
         self._state = state
-        self._number = workers
+        self._num_workers = workers
         self._timeout = timeout
         self._on_timeout = on_timeout
         self._stall_timeout = stall_timeout
@@ -74,33 +78,33 @@ class RewardWorkers:
         self._closed = False
         self._timeouts = 0
         self._crashes = 0
-        # Linux ends a worker with the thread that started it, so one thread that stays starts them all.
+        # Linux ends a worker when the thread that started it ends, so a thread that stays alive starts them all.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="a3po reward workers")
 
     def start(self) -> None:
         """Start the workers; they load the functions while the first group is being sampled."""
-        started = [self._start() for _ in range(self._number)]
+        started = [self._start() for _ in range(self._num_workers)]
         with self._changed:
             self._idle += started
             self._changed.notify_all()
 
     @property
     def timeouts(self) -> int:
-        """Groups whose worker was killed at `timeout`."""
+        """How many groups had their worker killed at `timeout`."""
         with self._changed:
             return self._timeouts
 
     @property
     def crashes(self) -> int:
-        """Groups whose worker died."""
+        """How many groups had their worker die."""
         with self._changed:
             return self._crashes
 
     def __call__(self, group: Group) -> Score | Rejection:
-        """Score a group; waits for a free worker.
+        """Score a group. Waits for a free worker.
 
         Raises:
-            RewardError: a function raised or returned something that is not one number per completion, or the
+            RewardError: a function raised, or returned something else than one number or `None` per completion; or the
                 workers cannot be started, or are closed.
         """
         with self._decoding:
@@ -111,7 +115,7 @@ class RewardWorkers:
             self._wait_until_ready(worker)
             return unpickled_score(worker.score(message, self._timeout), group)
         except WorkerGone as gone:
-            return self._without(worker, group, gone)
+            return self._result_without_worker(worker, group, gone)
         finally:
             self._give_back(worker)
 
@@ -124,9 +128,9 @@ class RewardWorkers:
         advice = (
             "set a reward_timeout below stall_timeout, at which a hanging function is killed"
             if self._timeout is None
-            else f"set stall_timeout above reward_timeout={self._timeout:g}, or lower that"
+            else f"set stall_timeout above reward_timeout={self._timeout:g}, or lower reward_timeout"
         )
-        return f"{busy} of {self._number} reward workers are at a group: {advice}."
+        return f"{busy} of {self._num_workers} reward workers are scoring a group: {advice}."
 
     def score_all(
         self, groups: Sequence[Group], while_waiting: Callable[[], None] = lambda: None
@@ -134,12 +138,14 @@ class RewardWorkers:
         """Score groups, as many at a time as there are workers.
 
         Args:
-            while_waiting: called every now and then, at least every 20 seconds.
+            groups: the groups to score.
+            while_waiting: called repeatedly, at least every 20 seconds.
 
         Raises:
-            StallError: no reward came for `stall_timeout` seconds.
+            StallError: a group got no reward within `stall_timeout` seconds.
+            RewardError: as for one group.
         """
-        pool = ThreadPoolExecutor(self._number)
+        pool = ThreadPoolExecutor(self._num_workers)
         try:
             futures = [pool.submit(self, group) for group in groups]
             return [self._result(future, while_waiting) for future in futures]
@@ -147,7 +153,8 @@ class RewardWorkers:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
-        """End the workers, whatever they are at; whoever waits for one gets a `RewardError`. Idempotent, bounded."""
+        """End the workers, whatever they are doing. A thread that waits for a worker gets a `RewardError`. Idempotent;
+        takes bounded time."""
         with self._changed:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -165,17 +172,13 @@ class RewardWorkers:
 
     def _result(self, future: "Future[Score | Rejection]", while_waiting: Callable[[], None]) -> Score | Rejection:
         deadline = time.monotonic() + self._stall_timeout
-        while True:
-            left = max(0.0, deadline - time.monotonic())
-            try:
-                return future.result(min(left, WAITING_SECONDS))
-            except TimeoutError:
-                if left == 0.0:
-                    raise StallError(
-                        f"An evaluation's reward has not come for stall_timeout={self._stall_timeout:g} s. "
-                        f"{self.describe()}"
-                    ) from None
-            while_waiting()
+        try:
+            return wait_for_result(future, lambda: deadline - time.monotonic(), while_waiting)
+        except TimeoutError:
+            raise StallError(
+                f"The reward of an evaluation's group has not come within stall_timeout={self._stall_timeout:g} s. "
+                f"{self.describe()}"
+            ) from None
 
     # --- one group ----------------------------------------------------------------------------------------------
 
@@ -183,11 +186,11 @@ class RewardWorkers:
         try:
             worker.wait_until_ready()
         except RewardError:
-            self._raise_if_closed()  # which is what ended it
+            self._raise_if_closed()  # closing has ended it
             raise
 
-    def _without(self, worker: RewardProcess, group: Group, gone: WorkerGone) -> Score | Rejection:
-        """What becomes of a group whose worker is gone."""
+    def _result_without_worker(self, worker: RewardProcess, group: Group, gone: WorkerGone) -> Score | Rejection:
+        """The result of a group whose worker has ended: a rejection, or the value set for missing rewards."""
         self._raise_if_closed()
         with self._changed:
             self._timeouts += gone.overdue
@@ -210,15 +213,15 @@ class RewardWorkers:
             return Rejection(reason, self._remedy(gone))
         columns = gone.columns | {column: [self._on_timeout] * len(group.rollouts) for column in missing}
         rewards = [
-            [columns[column][row] if column in columns else float("nan") for column in range(len(self._names))]
+            [columns[column][row] if column in columns else math.nan for column in range(len(self._names))]
             for row in range(len(group.rollouts))
         ]
         return Score(rewards, seconds=gone.seconds)
 
     def _remedy(self, gone: WorkerGone) -> str:
         if gone.overdue:
-            return f"have the function end within reward_timeout={self._timeout:g} s, or raise reward_timeout"
-        return "find out why the function ends its process (memory, an exit), or set reward_on_timeout"
+            return f"make the function return within reward_timeout={self._timeout:g} s, or raise reward_timeout"
+        return "find out why the function ends its process (out of memory, an exit), or set reward_on_timeout"
 
     # --- the workers --------------------------------------------------------------------------------------------
 
@@ -235,15 +238,15 @@ class RewardWorkers:
             return worker
 
     def _give_back(self, worker: RewardProcess) -> None:
-        """The worker, or another in its place, is free again."""
+        """Make the worker idle again, or, if it has ended, another worker in its place."""
         with self._changed:
             closed = self._closed
         free = worker if not worker.ended or closed else self._start()
         with self._changed:
-            if not self._closed:
+            closed = self._closed
+            if not closed:
                 self._idle.append(free)
-                free = None
-        if free is not None:
+        if closed:
             free.end(0.0)
         with self._changed:
             self._busy.discard(worker)
