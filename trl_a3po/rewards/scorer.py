@@ -105,9 +105,8 @@ class RewardScorer:
         size = len(group.rollouts)
         score = Score(rewards=[[math.nan] * len(self._funcs) for _ in range(size)])
         extra_columns: dict[str, list[Any]] = defaultdict(list)
-        kwargs: dict[str, Any] = {
-            name: [value] * size for name, value in group.prompt.example.items() if name not in RESERVED
-        }
+        example = group.prompt.example
+        kwargs: dict[str, Any] = {name: [value] * size for name, value in example.items() if name not in RESERVED}
         kwargs |= {
             "prompts": [example["prompt"]] * size,
             "completions": self._decode(group),
