@@ -153,7 +153,7 @@ def test_every_public_name_is_on_a_page_of_the_api():
 def test_every_error_is_explained():
     explained = {name.strip("`") for name, *_ in rows(ROOT / "docs" / "errors.md", "error")}
     errors = {name for name, value in vars(trl_a3po.errors).items() if isinstance(value, type)}
-    assert errors - explained == {"A3POError", "EndOfData"}  # the base class; what ends a loop and no run
+    assert errors - explained == {"A3POError"}  # their base class
 
 
 def test_every_page_is_in_the_navigation_of_the_site():
@@ -165,7 +165,7 @@ def test_every_page_is_in_the_navigation_of_the_site():
 
 def test_the_script_of_the_readme_trains(model_path, tmp_path, monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", text_of(ROOT / "README.md"), re.S)
-    assert len(code.splitlines()) <= 15
+    assert len(list(filter(None, code.splitlines()))) <= 15
     model, steps = re.compile(r'(?<=A3POTrainer\(")[^"]*'), re.compile(r"max_steps=\d+")
     assert model.search(code) and steps.search(code)
     monkeypatch.chdir(tmp_path)
