@@ -277,7 +277,7 @@ RUN = {
     "one reward for a group": (
         {"reward_funcs": returning([1.0])}, RewardError, "'graded' returned 1 rewards for a group of 4 completions"),
     "rewards that are text": (
-        {"reward_funcs": returning(["good"] * 4)}, RewardError, "'graded' returned the string 'good' for completion 0"),
+        {"reward_funcs": returning(["good"] * 4)}, RewardError, "returned the string 'good' for completion 0"),
     "a reward that is no list": ({"reward_funcs": returning(1.0)}, RewardError, "'graded' returned a float"),
     "a reward that is a list": (
         {"reward_funcs": returning([[1.0]] * 4)}, RewardError, "'graded' returned a list for completion 0"),
