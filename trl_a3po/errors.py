@@ -35,8 +35,8 @@ class RewardError(A3POError):
 
     Raised when a reward function raises, returns something else than one finite number or `None` per completion, or
     cannot be run in a reward worker; and when `on_group` raises or returns a group that cannot be trained on. The
-    function's own exception is the cause of this one. Correct the function, then resume from the last checkpoint, which
-    also holds the groups that had been sampled and not yet trained on.
+    function's own exception is the cause of this one. Correct the function, then resume from the last checkpoint,
+    which also holds the groups that had been sampled and not yet trained on.
     """
 
 
@@ -86,6 +86,6 @@ class StampError(A3POError):
     """The engine stamped a token with a policy version that cannot be true.
 
     Raised for a version that is below -1, older than the version that was published when the prompt was submitted, or
-    newer than the trainer's. The loss would correct for the wrong staleness, so no such token is trained on. This is an
-    error of the engine: report it, or correct your own engine (see `trl_a3po.protocol.engine`).
+    newer than the trainer's. The loss would correct for the wrong staleness, so no such token is trained on. This is
+    an error of the engine: report it, or correct your own engine (see `trl_a3po.protocol.engine`).
     """
