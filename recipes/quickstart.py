@@ -29,7 +29,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, set_seed
 
 from trl_a3po import A3POConfig, A3POTrainer
-from trl_a3po.report.plot import plot_run
+from trl_a3po.report.plot_run import plot_run
 
 PROMPTS, GENERATIONS = 4, 8  # a batch: 32 completions
 HELD_OUT = 64  # sums that are never trained on

@@ -14,8 +14,8 @@ from trl_a3po.cli.main import main, run_names
 from trl_a3po.cli.recipe import find_function, find_rewards
 from trl_a3po.cli.smoke import save_smoke_model
 from trl_a3po.cli.train import run
-from trl_a3po.report.compare import COLOURS, runs_figure
 from trl_a3po.report.history import read_history
+from trl_a3po.report.plot_runs import COLOURS, runs_figure
 
 OWN = """
 from datasets import Dataset

@@ -10,8 +10,8 @@ from tests.tiny import save_tiny_model
 from trl_a3po.engines.vllm.opening import base_weights
 from trl_a3po.models.replica import build_replica, load_update, named_weights
 from trl_a3po.publish.collect import collect_weights, policy_spec
-from trl_a3po.publish.perturb import known_logps
-from trl_a3po.publish.quantised import is_quantised, keep_trainable
+from trl_a3po.publish.local_policy import probe_logps
+from trl_a3po.publish.quantised import is_quantised, prevent_repacking
 
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
 PROMPTS, COMPLETIONS = [[3, 4, 5, 6]], [[7, 8, 9, 10, 11, 12]]
@@ -31,7 +31,7 @@ def test_the_replica_computes_what_the_quantised_model_computes(model_path, doub
     config = BitsAndBytesConfig(**FOUR_BITS, bnb_4bit_use_double_quant=double)
     base = AutoModelForCausalLM.from_pretrained(model_path, quantization_config=config, dtype=torch.float32)
     model = get_peft_model(base, adapter())
-    keep_trainable(model)
+    prevent_repacking(model)
     stored = {name: weight.clone() for name, weight in named_weights(model).items() if is_quantised(weight)}
     replica = build_replica(policy_spec(model, torch.float32), "cpu")
     load_update(replica, collect_weights(model, 0, complete=True))
@@ -41,12 +41,12 @@ def test_the_replica_computes_what_the_quantised_model_computes(model_path, doub
                 weight.normal_(0, 0.3)
     load_update(replica, update := collect_weights(model, 1, complete=False))
 
-    known = [known_logps(each, PROMPTS, COMPLETIONS, 1.0) for each in (model, replica)]
+    known = [probe_logps(each, PROMPTS, COMPLETIONS, 1.0) for each in (model, replica)]
     torch.testing.assert_close(*known, rtol=0, atol=1e-5)
     assert len(stored) == 14 and not any(name in update.tensors for name in stored)
     assert all(torch.equal(named_weights(model)[name], weight) for name, weight in stored.items())
     plain = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    assert (known_logps(plain, PROMPTS, COMPLETIONS, 1.0) - known[1]).abs().max() > 1e-2  # not those of 32 bits
+    assert (probe_logps(plain, PROMPTS, COMPLETIONS, 1.0) - known[1]).abs().max() > 1e-2  # not those of 32 bits
 
 
 def test_an_adapter_on_four_bits_trains_asynchronously_and_the_engine_follows(model_path, tmp_path):
@@ -99,10 +99,10 @@ def test_a_server_of_the_trainers_own_gets_the_base_dequantised_under_its_plain_
     spec = policy_spec(model, torch.float32)
     plain = AutoModelForCausalLM.from_config(spec.config, dtype=torch.float32)
     load_update(plain, base_weights(spec, collect_weights(model, 0, complete=True)))
-    keep_trainable(model)
+    prevent_repacking(model)
     with model.disable_adapter():
-        expected = known_logps(model, PROMPTS, COMPLETIONS, 1.0)
-    torch.testing.assert_close(known_logps(plain, PROMPTS, COMPLETIONS, 1.0), expected, rtol=0, atol=1e-5)
+        expected = probe_logps(model, PROMPTS, COMPLETIONS, 1.0)
+    torch.testing.assert_close(probe_logps(plain, PROMPTS, COMPLETIONS, 1.0), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -129,5 +129,5 @@ def test_what_no_engine_can_hold_as_it_is_trained_is_refused(model_path, tmp_pat
 def test_weights_that_were_repacked_for_inference_are_refused(model_path):
     model = AutoModelForCausalLM.from_pretrained(model_path, quantization_config=BitsAndBytesConfig(**FOUR_BITS))
     model.get_submodule("model.layers.1.mlp.up_proj").weight.quant_state.packing_format_for_cpu = True
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight' was repacked"):
-        keep_trainable(model)
+    with pytest.raises(ValueError, match=r"has repacked '.*layers\.1\.mlp\.up_proj\.weight' for inference"):
+        prevent_repacking(model)

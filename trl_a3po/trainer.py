@@ -39,8 +39,8 @@ from trl_a3po.checks.data import check_columns, check_dataset
 from trl_a3po.checks.policy import check_policy, check_sharding, check_trained_before
 from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_schedule import check_periodic
-from trl_a3po.distributed.rank_shares import dealt_rows, share_of
-from trl_a3po.distributed.rank_watch import Watch
+from trl_a3po.distributed.rank_shares import balanced_rows, rank_share
+from trl_a3po.distributed.rank_watch import RankWatch
 from trl_a3po.distributed.shared_folder import check_shared
 from trl_a3po.distributed.team import Team
 from trl_a3po.forward.training import TrainingForward
@@ -48,13 +48,13 @@ from trl_a3po.models.unwrap import base_model
 from trl_a3po.objectives import token_staleness
 from trl_a3po.objectives.choose import chosen_anchor
 from trl_a3po.protocol.records import Group
-from trl_a3po.publish.quantised import dtypes_kept, keep_trainable
+from trl_a3po.publish.quantised import keep_trained_dtypes, prevent_repacking
 from trl_a3po.report.completions_table import RowWeights, completion_columns
 from trl_a3po.report.loss_metrics import LossMetrics
 from trl_a3po.report.model_card import complete_model_card
-from trl_a3po.report.plan import trainer_plan
-from trl_a3po.report.run_timeline import StepTimes
+from trl_a3po.report.run_timeline import TimelineCallback
 from trl_a3po.report.take_metrics import TakeMetrics, add_seconds
+from trl_a3po.report.trainer_plan import trainer_plan
 from trl_a3po.rollout.batch_rows import Row, behavior_versions, replay_logs, replayed_rewards, rollouts_of
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.session import Session
@@ -124,16 +124,16 @@ class A3POTrainer(GRPOTrainer):
         check_processing_class(self.processing_class)
         check_dataset(args, self.train_dataset, self.processing_class)
         check_columns("eval_dataset", self.eval_dataset)
-        keep_trainable(self.accelerator.unwrap_model(self.model))
+        prevent_repacking(self.accelerator.unwrap_model(self.model))
         check_policy(args, self.accelerator.unwrap_model(self.model), sampling_settings(args, self.generation_config))
         check_reward_functions(args, reward_functions(self), self.reward_func_names)
         self.on_group = on_group
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         self._training_forward = TrainingForward(args, self.accelerator, models)
-        self._team = Team(patience=args.ddp_timeout + args.stall_timeout)
+        self._team = Team(timeout=args.ddp_timeout + args.stall_timeout)
         self._running = self._trained_before = False
         self._session: Session | None = None  # of the main process
-        self.add_callback(StepTimes(lambda: self._session and self._session.timeline))
+        self.add_callback(TimelineCallback(lambda: self._session and self._session.timeline))
         self._take_metrics: TakeMetrics | None = None  # of the session
         self._loss_metrics = LossMetrics(caches_are_kept=args.kv_on_publish != "recompute")
         self._take_number = 0  # of its generation batch
@@ -157,7 +157,7 @@ class A3POTrainer(GRPOTrainer):
             return TrainOutput(self.state.global_step, 0.0, {})
         check_trained_before(self._trained_before, self.is_deepspeed_enabled)
         self._trained_before = True
-        with Watch(self._team, free=self.close):
+        with RankWatch(self._team, cleanup=self.close):
             try:
                 folder = self._resume(resume_from_checkpoint)
                 return super().train(str(folder) if folder else None, *args, **kwargs)
@@ -170,9 +170,9 @@ class A3POTrainer(GRPOTrainer):
             check_shared(self._team, Path(self.args.output_dir))
         folder = None
         if resume_from_checkpoint:
-            folder = self._team.lead(lambda: choose_checkpoint(resume_from_checkpoint, self.args.output_dir))
+            folder = self._team.run_on_main(lambda: choose_checkpoint(resume_from_checkpoint, self.args.output_dir))
         else:
-            self._team.lead(lambda: warn_of_earlier_runs(self.args.output_dir))
+            self._team.run_on_main(lambda: warn_of_earlier_runs(self.args.output_dir))
         self._resumed = load_run(self, folder) if folder else None
         begin_run(self, self._resumed)
         return folder
@@ -228,11 +228,11 @@ class A3POTrainer(GRPOTrainer):
                 rotate_checkpoints(run_dir, self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
 
     def _load_from_checkpoint(self, *args, **kwargs):
-        with dtypes_kept(self.model):
+        with keep_trained_dtypes(self.model):
             super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_best_model(self):
-        with dtypes_kept(self.model):
+        with keep_trained_dtypes(self.model):
             super()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
@@ -307,7 +307,7 @@ class A3POTrainer(GRPOTrainer):
 
         self._running = True
         self._take_metrics = TakeMetrics(is_vllm=self.args.engine == "vllm")
-        self._team.lead(start)
+        self._team.run_on_main(start)
 
     def _takes_now(self) -> bool:
         return self._step % self.args.micro_steps_per_take == 0 or self._buffered_inputs is None
@@ -318,9 +318,9 @@ class A3POTrainer(GRPOTrainer):
         self._take_number = self._step // self.args.micro_steps_per_take % self.args.takes_per_generation
         if self._take_number == 0:
             with self._timed("a3po/time/publish"):
-                self._team.lead(lambda: self._session.publish_if_due(version))
+                self._team.run_on_main(lambda: self._session.publish_if_due(version))
         began = time.perf_counter()
-        groups = self._team.lead(lambda: self._trainable(self._checked(self._session.take(version))))
+        groups = self._team.run_on_main(lambda: self._trainable(self._checked(self._session.take(version))))
         waited = time.perf_counter() - began
         metrics, first = self._metrics["train"], self._take_number == 0
         add_seconds(metrics, "a3po/time/wait", waited, first=first)
@@ -328,23 +328,25 @@ class A3POTrainer(GRPOTrainer):
             self._take_metrics.add(metrics, self._session, groups, waited, first=first)
         if first:
             self._row_weights.clear()
-        rows = dealt_rows(groups, self._team.size, self.model.config.get_text_config().hidden_size)
-        self._taken = share_of(rows, self._team.rank, self._team.size)
+        rows = balanced_rows(groups, self._team.size, self.model.config.get_text_config().hidden_size)
+        self._taken = rank_share(rows, self._team.rank, self._team.size)
         return [dict(group.prompt.example) for group, _ in self._taken]
 
     def _sample_evaluation(self, rows: list[dict[str, Any]]) -> None:
         """Have this process's share of an evaluation batch sampled with the others'."""
         gathered = self._team.gather(rows)
-        groups = self._team.lead(lambda: self._checked(self._session.evaluate(self, list(itertools.chain(*gathered)))))
+        groups = self._team.run_on_main(
+            lambda: self._checked(self._session.evaluate(self, list(itertools.chain(*gathered))))
+        )
         sampled = [(group, number) for group in groups for number in range(len(group.rollouts))]
-        self._taken = share_of(sampled, self._team.rank, self._team.size)
+        self._taken = rank_share(sampled, self._team.rank, self._team.size)
         self._show_row_weights()
         self._row_weights.forget_places()
 
     def evaluation_loop(self, *args, **kwargs):
         output = super().evaluation_loop(*args, **kwargs)
         if self._running:
-            self._team.lead(lambda: self._session.end_evaluation())
+            self._team.run_on_main(lambda: self._session.end_evaluation())
         return output
 
     def _checked(self, groups: list[Group]) -> list[Group]:

@@ -29,9 +29,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_a3po.forward.attention import install
-from trl_a3po.forward.cost import ModelShape, cost, padded_cost
-from trl_a3po.forward.layout import PackedBatch, pack, prompt_mates
+from trl_a3po.forward.attention import install_packed_attention
+from trl_a3po.forward.cost import ModelFlops, packed_flops, padded_flops
+from trl_a3po.forward.layout import PackedBatch, pack, rows_by_prompt
 from trl_a3po.forward.packed import packed_logps
 from trl_a3po.models.unwrap import base_model
 
@@ -128,7 +128,7 @@ def build_model(name: str, device: str, context: int, checkpointing: bool):
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.train()
-    install(model)
+    install_packed_attention(model)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     if lora:
         adapter = LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False)
@@ -211,15 +211,15 @@ def run_case(model, arguments, lengths: str, deadline: float) -> dict[str, Any]:
     completions = completion_lengths(longest, group, arguments.tail)
     base, device = base_model(model), arguments.device
     ids, mask, width = micro_batch(prompt, completions, base.config.vocab_size, device, arguments.seed)
-    apart = pack(mask.cpu(), width)
-    shared = pack(mask.cpu(), width, prompt_mates(ids.cpu(), mask.cpu(), width))
-    shape, scored = ModelShape.of(base.config), sum(completions)
+    unshared = pack(mask.cpu(), width)
+    shared = pack(mask.cpu(), width, rows_by_prompt(ids.cpu(), mask.cpu(), width))
+    shape, scored = ModelFlops.of(base.config), sum(completions)
     predicted = {
-        "padded": padded_cost(shape, group, prompt + width, scored),
-        "packed": cost(shape, apart.row, scored),
-        "shared": cost(shape, shared.row, scored),
+        "padded": padded_flops(shape, group, prompt + width, scored),
+        "packed": packed_flops(shape, unshared.row, scored),
+        "shared": packed_flops(shape, shared.row, scored),
     }
-    tokens = {"padded": ids.numel(), "packed": apart.row.tokens, "shared": shared.row.tokens}
+    tokens = {"padded": ids.numel(), "packed": unshared.row.tokens, "shared": shared.row.tokens}
     useful = group * prompt + sum(completions)
     weights = torch.randn(mask[:, -width:].shape, generator=torch.Generator().manual_seed(1)).to(device)
     weights = weights * mask[:, -width:]
@@ -230,7 +230,7 @@ def run_case(model, arguments, lengths: str, deadline: float) -> dict[str, Any]:
 
     calls = {
         "padded": lambda: padded_logps(model, ids, mask, width),
-        "packed": lambda: run_packed(apart),
+        "packed": lambda: run_packed(unshared),
         "shared": lambda: run_packed(shared),
     }
     arms: dict[str, Any] = {}
@@ -253,7 +253,7 @@ def run_case(model, arguments, lengths: str, deadline: float) -> dict[str, Any]:
             "tokens_per_second": useful / result["seconds"],
             "predicted_operations": predicted[arm],
         }
-    for arm, layout in (("packed", apart), ("shared", shared)):
+    for arm, layout in (("packed", unshared), ("shared", shared)):
         if arm in kept:
             arms[arm]["attention"] = layout.row.cache["kernel"]
     report = {"lengths": lengths, "completion_lengths": completions, "useful_tokens": useful, "arms": arms}

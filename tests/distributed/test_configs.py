@@ -6,7 +6,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
 from tests.distributed.launch import ROOT
-from trl_a3po.report.plan import Shares
+from trl_a3po.report.trainer_plan import MemorySplit
 
 FOLDER = Path(ROOT) / "recipes" / "accelerate_configs"
 STAGES = {"single_gpu": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
@@ -27,5 +27,5 @@ def test_a_configuration_says_what_its_name_says_and_when_to_choose_it(name, sta
 
 @pytest.mark.parametrize(("stage", "shares"), [(0, (1, 1, 1)), (1, (1, 1, 4)), (2, (1, 4, 4)), (3, (4, 4, 4))])
 def test_each_zero_stage_spreads_one_more_part_of_the_memory(stage, shares):
-    of = Shares.of(4, stage)
-    assert (of.weights, of.gradients, of.states) == shares
+    split = MemorySplit.of(4, stage)
+    assert (split.weights, split.gradients, split.optimizer_states) == shares

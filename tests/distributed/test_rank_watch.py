@@ -1,4 +1,4 @@
-"""A process that would wait for ever for one that failed ends by itself, also without a launcher."""
+"""A process that would wait indefinitely for one that failed ends by itself, even without a launcher."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from tests.distributed.launch import ROOT, free_port
         ("hangs", "port", "Ending process 0 of 2: process 1 of 2 has given no sign of life for 3 s."),
     ],
 )
-def test_a_process_that_waits_for_a_failed_one_says_so_frees_and_ends(tmp_path, fault, found_by, why):
+def test_a_process_that_waits_for_a_failed_one_reports_it_cleans_up_and_exits(tmp_path, fault, found_by, why):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if found_by == "port":

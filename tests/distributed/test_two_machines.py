@@ -50,7 +50,7 @@ def test_they_train_under_zero3_too(folder):
     ("fault", "causes"),
     [
         ("raise", ["ZeroDivisionError: a callback of process 1"] * 2),
-        ("kill", ["process 1 of 2 has died or hangs, and its own output says why", "Signal 9|SIGKILL"]),
+        ("kill", ["process 1 of 2 has died or hangs; see its own output", "Signal 9|SIGKILL"]),
     ],
 )
 def test_both_end_with_the_cause_when_a_process_of_one_fails(tmp_path, fault, causes):

@@ -1,4 +1,4 @@
-"""Two processes without a launcher, of which one fails while the other would wait for ever:
+"""Two processes without a launcher, of which one fails while the other would wait indefinitely:
 `python -m tests.distributed.watched FAULT [FILE]` with torchrun's variables set, or, given a file to find each other
 by, RANK alone."""
 
@@ -9,19 +9,19 @@ import time
 
 import torch.distributed as dist
 
-from trl_a3po.distributed import watch
+from trl_a3po.distributed import rank_watch
 from trl_a3po.distributed.team import Team
 
 
 def main() -> None:
-    watch.SILENT_SECONDS, watch.GRACE_SECONDS = 3.0, 2.0
+    rank_watch.HEARTBEAT_TIMEOUT, rank_watch.EXIT_TIMEOUT = 3.0, 2.0
     if len(sys.argv) > 2:
         found = {"init_method": f"file://{sys.argv[2]}", "rank": int(os.environ["RANK"]), "world_size": 2}
         dist.init_process_group("gloo", **found)
     else:
         dist.init_process_group("gloo")
     team = Team()
-    with watch.Watch(team, free=lambda: print("freed", flush=True)):
+    with rank_watch.RankWatch(team, cleanup=lambda: print("freed", flush=True)):
         if team.rank == 0:
             time.sleep(60)  # as in a collective that never ends
         time.sleep(3)

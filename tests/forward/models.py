@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.tiny import SHAPE, VOCAB
-from trl_a3po.forward.attention import install
+from trl_a3po.forward.attention import install_packed_attention
 from trl_a3po.models.unwrap import base_model
 
 TEMPERATURE = 0.7
@@ -55,7 +55,7 @@ def tiny_model(name: str = "llama", *, lora: bool = False, dtype=torch.float64, 
 
 
 def packable(model):
-    install(base_model(model))
+    install_packed_attention(base_model(model))
     return model
 
 

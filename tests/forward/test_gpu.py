@@ -6,8 +6,8 @@ import torch
 
 from tests.forward.models import micro_batch, tiny_model
 from tests.forward.test_varlen import REFERENCE, ROWS
-from trl_a3po.forward.attention import install
-from trl_a3po.forward.layout import PackedRow, Segment, pack, prompt_mates
+from trl_a3po.forward.attention import install_packed_attention
+from trl_a3po.forward.layout import PackedRow, Segment, pack, rows_by_prompt
 from trl_a3po.forward.packed import packed_logps
 from trl_a3po.forward.varlen import FLASH, MergedAttention, VarlenPlan
 
@@ -81,7 +81,7 @@ def gpu_model(name, dtype):
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(0.4)
-    install(model.to("cuda"))
+    install_packed_attention(model.to("cuda"))
     return model
 
 
@@ -97,8 +97,8 @@ def batch():
 def test_bfloat16_is_within_the_spread_of_two_padded_runs(name, share, batch):
     ids, mask, width = batch
     model = gpu_model(name, torch.bfloat16)
-    mates = prompt_mates(ids.cpu(), mask.cpu(), width) if share else ()
-    packed = pack(mask.cpu(), width, mates)
+    groups = rows_by_prompt(ids.cpu(), mask.cpu(), width) if share else ()
+    packed = pack(mask.cpu(), width, groups)
     scored = mask[:, -width:].bool()
     weights = torch.randn(scored.shape, generator=torch.Generator().manual_seed(3)).cuda() * scored
 
@@ -134,7 +134,7 @@ def test_bfloat16_is_within_the_spread_of_two_padded_runs(name, share, batch):
 def test_the_kernel_is_chosen_by_device_and_dtype(name, dtype, autocast, share, kernel, batch):
     ids, mask, width = batch
     model = gpu_model(name, dtype)
-    packed = pack(mask.cpu(), width, prompt_mates(ids.cpu(), mask.cpu(), width) if share else ())
+    packed = pack(mask.cpu(), width, rows_by_prompt(ids.cpu(), mask.cpu(), width) if share else ())
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         found = packed_logps(model, model, ids, packed, width)[0]
         expected = padded_logps(model, ids, mask, width)
@@ -145,7 +145,7 @@ def test_the_kernel_is_chosen_by_device_and_dtype(name, dtype, autocast, share, 
 
 def test_gradient_checkpointing_gives_the_same_gradient(batch):
     ids, mask, width = batch
-    packed = pack(mask.cpu(), width, prompt_mates(ids.cpu(), mask.cpu(), width))
+    packed = pack(mask.cpu(), width, rows_by_prompt(ids.cpu(), mask.cpu(), width))
     gradients = []
     for checkpointing in (False, True):
         model = gpu_model("qwen3", torch.bfloat16).train()

@@ -18,9 +18,9 @@ from tests.runs import (
 )
 from tests.tiny import save_tiny_model, tiny_config
 from trl_a3po.forward import training
-from trl_a3po.forward.arrange import sums_over_rows
 from trl_a3po.forward.attention import PACKED
-from trl_a3po.forward.support import packing_refusal
+from trl_a3po.forward.micro_batches import is_sum_over_rows
+from trl_a3po.forward.packing_support import packing_refusal
 from trl_a3po.publish.collect import policy_spec
 from trl_a3po.testing import StubEngine
 
@@ -52,7 +52,7 @@ def assert_same_steps(model_path, tmp_path, forward, **settings):
     assert logged(padded, "a3po/forward/token_ratio") == [1.0, 1.0]
     assert min(logged(packed, "a3po/forward/token_ratio")) > 1.2
     assert logged(packed, "loss") == pytest.approx(logged(padded, "loss"), abs=1e-4)
-    if not sums_over_rows(packed.args):  # else rows move, and TRL's metrics are means of the micro-batches' means
+    if not is_sum_over_rows(packed.args):  # else rows move, and TRL's metrics are means of the micro-batches' means
         assert logged(packed, "entropy") == pytest.approx(logged(padded, "entropy"), abs=1e-4)
 
 
@@ -92,7 +92,7 @@ def test_steps_are_those_of_grpo(model_path, tmp_path):
 
 
 def test_completions_of_a_prompt_meet_in_a_micro_batch(model_path, tmp_path):
-    """Two groups of 4 in micro-batches of 4: shuffled, mates scatter; arranged, each group is one."""
+    """Two groups of 4 in micro-batches of 4: shuffling scatters the groups; each then fills a micro-batch."""
     trainer = build(model_path, tmp_path, max_steps=1, **FORWARDS["shared"])
     layouts = []
     layout = trainer._training_forward._layout
@@ -115,7 +115,7 @@ def test_as_many_forwards_as_padded_ones_after_the_check_of_the_first_batch(mode
 
 
 def test_a_model_that_is_not_known_packed_runs_padded_and_says_so(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("trl_a3po.forward.support.PACKABLE", ("qwen3",))
+    monkeypatch.setattr("trl_a3po.forward.packing_support.PACKABLE", ("qwen3",))
     path = save_tiny_model(tmp_path / "model")
     with caplog.at_level(logging.WARNING, training.__name__):
         trainer = build(path, tmp_path, max_steps=1)
@@ -184,4 +184,4 @@ def test_a_class_of_the_users_own_is_run_padded():
             return super().forward(*args, **kwargs)
 
     assert packing_refusal(LlamaForCausalLM(tiny_config())) is None
-    assert packing_refusal(Twisted(tiny_config())).startswith("Twisted is a class of its own")
+    assert packing_refusal(Twisted(tiny_config())).startswith("Twisted is not a class of transformers")

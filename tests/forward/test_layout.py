@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.forward.models import micro_batch
-from trl_a3po.forward.layout import pack, prompt_mates
+from trl_a3po.forward.layout import pack, rows_by_prompt
 
 
 @st.composite
@@ -26,7 +26,7 @@ def sequences(ids, mask):
 @given(batches(), st.booleans())
 def test_every_scored_token_is_predicted_from_exactly_what_comes_before_it(batch, share):
     ids, mask, width = batch
-    packed = pack(mask, width, prompt_mates(ids, mask, width) if share else ())
+    packed = pack(mask, width, rows_by_prompt(ids, mask, width) if share else ())
     completions = mask[:, -width:].sum(1).tolist()
     if packed is None:
         assert not any(completions)
@@ -55,7 +55,7 @@ def test_every_scored_token_is_predicted_from_exactly_what_comes_before_it(batch
 @given(batches(), st.booleans())
 def test_segments_cover_the_row_and_every_token_predicts_something(batch, share):
     ids, mask, width = batch
-    packed = pack(mask, width, prompt_mates(ids, mask, width) if share else ())
+    packed = pack(mask, width, rows_by_prompt(ids, mask, width) if share else ())
     if packed is None:
         return
     ends = [0, *(segment.end for segment in packed.row.segments)]
@@ -71,11 +71,11 @@ def test_segments_cover_the_row_and_every_token_predicts_something(batch, share)
 def test_counts_of_tokens_and_pairs_are_those_of_the_formula():
     prompt, completion, group = 6, 5, 4
     ids, mask, width = micro_batch([prompt] * group, [completion + 1] * group, [list(range(group))])
-    apart, shared = pack(mask, width), pack(mask, width, prompt_mates(ids, mask, width))
-    assert apart.row.tokens == group * (prompt + completion)
+    unshared, shared = pack(mask, width), pack(mask, width, rows_by_prompt(ids, mask, width))
+    assert unshared.row.tokens == group * (prompt + completion)
     assert shared.row.tokens == prompt + group * completion
     triangle = lambda n: n * (n + 1) // 2  # noqa: E731
-    assert apart.row.pairs == group * triangle(prompt + completion)
+    assert unshared.row.pairs == group * triangle(prompt + completion)
     assert shared.row.pairs == triangle(prompt) + group * (prompt * completion + triangle(completion))
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.forward.models import MODELS, micro_batch, packable, separate, tiny_model
 from trl_a3po.forward import attention
-from trl_a3po.forward.layout import pack, prompt_mates
+from trl_a3po.forward.layout import pack, rows_by_prompt
 from trl_a3po.forward.packed import packed_logps
 from trl_a3po.models.unwrap import base_model
 
@@ -18,8 +18,8 @@ PROMPTS, COMPLETIONS = [7, 7, 9, 5, 7, 1, 9, 4], [5, 9, 3, 6, 1, 4, 12, 0]
 
 def run(model, batch, *, share: bool):
     ids, mask, width = batch
-    mates = prompt_mates(ids, mask, width) if share else ()
-    packed = pack(mask, width, mates)
+    groups = rows_by_prompt(ids, mask, width) if share else ()
+    packed = pack(mask, width, groups)
     assert bool(packed.row.shared) == share
     return packed_logps(model, base_model(model), ids, packed, width)
 
@@ -101,7 +101,7 @@ def test_short_sequences(prompts, completions):
     expected = separate(model, *batch)
     packable(model)
     ids, mask, width = batch
-    found = packed_logps(model, model, ids, pack(mask, width, prompt_mates(ids, mask, width)), width)
+    found = packed_logps(model, model, ids, pack(mask, width, rows_by_prompt(ids, mask, width)), width)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
 

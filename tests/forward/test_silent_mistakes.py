@@ -7,7 +7,7 @@ import torch
 
 from tests.forward.models import micro_batch, packable, separate, tiny_model
 from trl_a3po.forward import attention
-from trl_a3po.forward.layout import PackedBatch, PackedRow, Segment, pack, prompt_mates
+from trl_a3po.forward.layout import PackedBatch, PackedRow, Segment, pack, rows_by_prompt
 from trl_a3po.forward.packed import packed_logps
 from trl_a3po.forward.self_check import FLOORS
 
@@ -22,14 +22,14 @@ def batch():
 def distance(model, batch, layout: PackedBatch | None = None) -> float:
     """Largest distance of the packed log-probs from those of separate sequences."""
     ids, mask, width = batch
-    layout = layout or pack(mask, width, prompt_mates(ids, mask, width))
+    layout = layout or pack(mask, width, rows_by_prompt(ids, mask, width))
     with torch.no_grad():
         return (packed_logps(model, model, ids, layout, width)[0] - separate(model, *batch)[0]).abs().max().item()
 
 
 def layout_of(batch) -> PackedBatch:
     ids, mask, width = batch
-    return pack(mask, width, prompt_mates(ids, mask, width))
+    return pack(mask, width, rows_by_prompt(ids, mask, width))
 
 
 def changed(layout: PackedBatch, **changes) -> PackedBatch:
@@ -148,7 +148,7 @@ def test_a_mask_of_numbers_where_sdpa_adds_them(model, batch, monkeypatch):
     assert distance(model, batch) > WRONG
 
 
-def test_a_model_that_drops_the_packed_row_is_told_so(model, batch):
+def test_a_model_that_drops_the_packed_row_is_reported(model, batch):
     ids, _, width = batch
 
     def dropping(**inputs):

@@ -13,10 +13,12 @@ from trl_a3po.errors import DeliveryError
 from trl_a3po.models.replica import load_update
 from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.weights import WeightUpdate
-from trl_a3po.publish.collect import collect_weights, policy_parts, policy_spec
-from trl_a3po.publish.delivery import DeliveryCheck, KnownTokens, Start, later_fault
-from trl_a3po.publish.merged import collect_merged, merged_parts, merged_spec
-from trl_a3po.publish.perturb import WholePolicy, known_logps, perturbed_weights, with_weights
+from trl_a3po.publish.collect import collect_weights, policy_sources, policy_spec
+from trl_a3po.publish.delivery import DeliveryCheck, ProbeTokens
+from trl_a3po.publish.delivery_faults import StartMeasurements, fault_after_publish
+from trl_a3po.publish.local_policy import LocalPolicy, call_with_weights, probe_logps
+from trl_a3po.publish.merged import collect_merged, merged_sources, merged_spec
+from trl_a3po.publish.perturbation import perturbed_weights
 from trl_a3po.testing import StubEngine, completion_logps, scripted_completion
 
 PROMPTS = [[5, 9, 12, 30], [7, 40, 3, 22, 8, 15], [33, 21, 50, 11, 60]]
@@ -30,14 +32,14 @@ def policy(kind: str = "full", **changes):
     return model.train()
 
 
-def check_of(engine, model, *, version: int = 0, spec=None, update=None, parts=policy_parts, every: int = 10):
+def check_of(engine, model, *, version: int = 0, spec=None, update=None, sources=policy_sources, every: int = 10):
     """A check of `engine`, which is started with the weights of `model`."""
     sampling = SamplingSettings(max_new_tokens=16)
     engine.start(
         spec or policy_spec(model, torch.float32), sampling, update or collect_weights(model, version, complete=True)
     )
-    known = KnownTokens.after(PROMPTS, 16)
-    return DeliveryCheck(engine, WholePolicy(model, parts), known, temperature=1.0, every=every, timeout=60.0)
+    probes = ProbeTokens.of_prompts(PROMPTS, 16)
+    return DeliveryCheck(engine, LocalPolicy(model, sources), probes, temperature=1.0, every=every, timeout=60.0)
 
 
 def stub(engine_class=StubEngine, *arguments):
@@ -123,7 +125,11 @@ class AnswersNaN(StubEngine):
         (stub(OtherTemperature, 0.7), "full", "more than .*another temperature"),
         (stub(OtherTemperature, 1.3), "lora", "more than .*another temperature"),
         (stub(Lies), "full", "Version 0 was published last, but the engine answers as version 1"),
-        (stub(NeverRestores), "full", "after the true weights were published again, the engine's are still [12]"),
+        (
+            stub(NeverRestores),
+            "full",
+            "after the true weights were published again, .* are still [12]",
+        ),
         (stub(AnswersNaN), "full", "but the engine's by nan"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, StubEngine) else value[:4],
@@ -177,13 +183,13 @@ def test_a_good_engine_passes_and_its_gap_is_small(kind):
     model, engine = policy(kind, tie_word_embeddings=kind == "tied"), stub()
     check = check_of(engine, model, every=2)
     start = check.at_start(0)
-    assert start.trainer_moved >= 1 and start.error < 1e-4 and start.left == 0
+    assert start.trainer_movement >= 1 and start.movement_error < 1e-4 and start.restore_error == 0
     for version in range(1, 9):
         step(model)
         engine.publish(collect_weights(model, version, complete=False))
         check.after_publish(version)
-    gaps = check.measured()
-    assert len(gaps) == 1 + 4 and max(gaps) < 1e-4 and check.measured() == []
+    gaps = check.new_gaps()
+    assert len(gaps) == 1 + 4 and max(gaps) < 1e-4 and check.new_gaps() == []
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -206,16 +212,20 @@ def test_afterwards_the_engine_holds_the_true_weights_and_the_policy_is_untouche
 def test_merged_adapters_are_checked_as_the_plain_model_that_is_served():
     model, engine = policy("lora"), stub()
 
-    options = {"spec": merged_spec(model, torch.float32), "update": collect_merged(model, 0), "parts": merged_parts}
+    options = {
+        "spec": merged_spec(model, torch.float32),
+        "update": collect_merged(model, 0),
+        "sources": merged_sources,
+    }
     start = check_of(engine, model, **options).at_start(0)
-    assert start.trainer_moved >= 1 and start.error < 1e-3
+    assert start.trainer_movement >= 1 and start.movement_error < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_engine_of_a_coarser_dtype_passes(dtype):
     model, engine = policy(), stub()
     start = check_of(engine, model, spec=policy_spec(model, dtype)).at_start(0)
-    assert 1e-4 < start.gap < 0.1 and start.error < 0.1 * start.trainer_moved
+    assert 1e-4 < start.gap < 0.1 and start.movement_error < 0.1 * start.trainer_movement
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -224,11 +234,11 @@ def test_the_transformers_engine_passes(kind):
     engine = TransformersEngine(slots=2, threads=1, start_timeout=60.0)
     try:
         check = check_of(engine, model, every=1)
-        assert check.at_start(0).error < 1e-4
+        assert check.at_start(0).movement_error < 1e-4
         step(model)
         engine.publish(collect_weights(model, 1, complete=False))
         check.after_publish(1)
-        assert max(check.measured()) < 1e-4
+        assert max(check.new_gaps()) < 1e-4
     finally:
         engine.close()
 
@@ -240,21 +250,27 @@ def test_the_transformers_engine_passes(kind):
     "numbers, fault",
     [
         ({}, None),
-        ({"gap": 0.19, "error": 0.19, "left": 0.19}, None),
-        ({"engine_moved": 0.19}, "but the engine's by 0.19"),
-        ({"engine_moved": float("nan")}, "by nan"),
-        ({"error": 0.11}, "not alike"),
-        ({"error": 0.11, "gap": 0.03}, None),
-        ({"error": 0.21, "gap": 0.1}, "not alike"),
-        ({"left": 0.06}, "still 0.06"),
+        ({"gap": 0.19, "movement_error": 0.19, "restore_error": 0.19}, None),
+        ({"engine_movement": 0.19}, "but the engine's by 0.19"),
+        ({"engine_movement": float("nan")}, "by nan"),
+        ({"movement_error": 0.11}, "not alike"),
+        ({"movement_error": 0.11, "gap": 0.03}, None),
+        ({"movement_error": 0.21, "gap": 0.1}, "not alike"),
+        ({"restore_error": 0.06}, "still 0.06"),
         ({"gap": 0.21}, "For the same weights"),
         ({"gap": float("inf")}, "For the same weights"),
     ],
     ids=str,
 )
 def test_the_start_is_judged_by_parts_of_the_trainers_movement(numbers, fault):
-    good = {"trainer_moved": 1.0, "engine_moved": 0.9, "error": 0.04, "left": 0.04, "gap": 0.001}
-    found = Start(**{**good, **numbers}).fault()
+    good = {
+        "trainer_movement": 1.0,
+        "engine_movement": 0.9,
+        "movement_error": 0.04,
+        "restore_error": 0.04,
+        "gap": 0.001,
+    }
+    found = StartMeasurements(**{**good, **numbers}).fault()
     assert (found is None) == (fault is None) and (fault is None or fault in found)
 
 
@@ -262,7 +278,7 @@ def test_later_an_engine_must_be_closest_to_the_version_published_last():
     old, new = torch.zeros(3, 6), torch.full((3, 6), 1.0)
 
     def judge(engine, gap, old=old):
-        return later_fault(torch.full((3, 6), engine), new, {4: old}, 8, gap)
+        return fault_after_publish(torch.full((3, 6), engine), new, {4: old}, 8, gap)
 
     assert judge(0.9, 0.05) is None
     assert "Version 8 was published" in judge(0.1, 0.05) and "closer to version 4" in judge(0.1, 0.05)
@@ -272,19 +288,19 @@ def test_later_an_engine_must_be_closest_to_the_version_published_last():
     assert judge(1.0, 0.0, old=new + 1e-4) is None  # rounding
 
 
-def test_known_tokens_are_a_rectangle_made_of_the_prompts_tokens():
-    known = KnownTokens.after(PROMPTS, 3)
-    assert known.prompts == [[5, 9, 12, 30], [3, 22, 8, 15][-4:], [21, 50, 11, 60]]
-    assert [len(completion) for completion in known.completions] == [3, 3, 3]
-    assert {t for completion in known.completions for t in completion} <= {t for prompt in PROMPTS for t in prompt}
-    assert known == KnownTokens.after(PROMPTS, 3)
+def test_probe_tokens_are_a_rectangle_made_of_the_prompts_tokens():
+    probes = ProbeTokens.of_prompts(PROMPTS, 3)
+    assert probes.prompts == [[5, 9, 12, 30], [3, 22, 8, 15][-4:], [21, 50, 11, 60]]
+    assert [len(completion) for completion in probes.completions] == [3, 3, 3]
+    assert {t for completion in probes.completions for t in completion} <= {t for prompt in PROMPTS for t in prompt}
+    assert probes == ProbeTokens.of_prompts(PROMPTS, 3)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_known_log_probs_are_those_of_one_clean_forward_a_text(temperature):
-    model, known = policy(), KnownTokens.after(PROMPTS, 5)
-    found = known_logps(model, known.prompts, known.completions, temperature)
-    for row, prompt, completion in zip(found, known.prompts, known.completions, strict=True):
+def test_probe_log_probs_are_those_of_one_clean_forward_a_text(temperature):
+    model, probes = policy(), ProbeTokens.of_prompts(PROMPTS, 5)
+    found = probe_logps(model, probes.prompts, probes.completions, temperature)
+    for row, prompt, completion in zip(found, probes.prompts, probes.completions, strict=True):
         torch.testing.assert_close(row, completion_logps(model, prompt, completion, temperature), rtol=0, atol=1e-5)
 
 
@@ -304,7 +320,7 @@ def test_a_model_with_other_weights_is_the_model_that_loads_them():
     weights = perturbed_weights(model, 0.2)
     load_update(other, WeightUpdate(0, weights, complete=False))
     ids = torch.tensor(PROMPTS[:1])
-    found = with_weights(model, weights, lambda changed: changed(ids).logits)
+    found = call_with_weights(model, weights, lambda changed: changed(ids).logits)
     torch.testing.assert_close(found, other(ids).logits)
 
 
@@ -320,6 +336,6 @@ def test_weights_that_no_forward_reads_are_named_as_the_cause():
 def test_an_adapter_below_an_untrained_output_layer_is_checked_by_the_little_it_moves(dtype):
     model = policy("lora", initializer_range=0.02)
     start = check_of(stub(), model, spec=policy_spec(model, dtype)).at_start(0)
-    assert 0.02 <= start.trainer_moved < 1
+    assert 0.02 <= start.trainer_movement < 1
     with pytest.raises(DeliveryError, match="but the engine's by 0"):
         check_of(stub(SkipsAllAdapters), model, spec=policy_spec(model, dtype)).at_start(0)

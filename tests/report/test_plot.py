@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from trl_a3po.report.plot import plot_run, run_figure, waiting_share
+from trl_a3po.report.plot_run import plot_run, run_figure, waiting_share
 
 
 def history(steps: int, **changes):

@@ -14,9 +14,9 @@ from transformers import TrainerCallback
 from tests.runs import COMPLETE, TakeRecorder, build
 from trl_a3po import Rejection
 from trl_a3po.protocol.engine import GroupFailed
-from trl_a3po.report.compare import runs_figure
 from trl_a3po.report.gantt import PHASES, draw_gantt, rows_of
 from trl_a3po.report.history import by_staleness, read_history
+from trl_a3po.report.plot_runs import runs_figure
 from trl_a3po.report.timeline import NAME, Timeline, read_timeline
 from trl_a3po.testing import StubEngine
 

@@ -13,9 +13,9 @@ from trl_a3po.config import A3POConfig
 from trl_a3po.engines.transformers.architecture import check_architecture
 from trl_a3po.engines.transformers.sampling import check_sampling
 from trl_a3po.engines.vllm.completions import logprobs_modes
+from trl_a3po.models.eval_mode import eval_mode
 from trl_a3po.protocol.engine import SamplingSettings
-from trl_a3po.publish.adapter_or_merged import sent_spec
-from trl_a3po.publish.perturb import evaluating
+from trl_a3po.publish.adapter_or_merged import published_spec
 from trl_a3po.publish.quantised import is_quantised
 
 
@@ -23,7 +23,7 @@ def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling:
     """Raise `ValueError` for a policy that the engine cannot be given, or cannot sample from with these settings."""
     if any(map(is_quantised, model.parameters())):
         _check_quantised(args)
-    sent_spec(args, model, model.dtype)
+    published_spec(args, model, model.dtype)
     config = model.config.get_text_config()
     check_sampling(sampling, config.vocab_size)
     if args.engine == "vllm":
@@ -85,7 +85,7 @@ def _check_left_padding(model: PreTrainedModel | PeftModel, config: Any) -> None
     ids = torch.arange(4, device=model.device)[None] % config.vocab_size
     padded = torch.cat([torch.zeros_like(ids), ids], dim=1)
     mask = torch.cat([torch.zeros_like(ids), torch.ones_like(ids)], dim=1)
-    with evaluating(model):
+    with eval_mode(model):
         plain = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -1].float().log_softmax(-1)
         shifted = model(input_ids=padded, attention_mask=mask).logits[:, -1].float().log_softmax(-1)
     gap = (plain - shifted).abs().max().item()

@@ -55,12 +55,12 @@ def _env(parsed: argparse.Namespace) -> None:
 
 
 def _plot(parsed: argparse.Namespace) -> None:
-    from trl_a3po.report.chart_style import picture_path
-    from trl_a3po.report.compare import plot_runs
+    from trl_a3po.report.chart_style import image_path
     from trl_a3po.report.history import read_history
+    from trl_a3po.report.plot_runs import plot_runs
     from trl_a3po.report.timeline import NAME, read_timeline
 
-    output = picture_path(parsed.output)
+    output = image_path(parsed.output)
     names = run_names(parsed.runs)
     histories = [read_history(run) for run in parsed.runs]
     alone = parsed.runs[0] if len(parsed.runs) == 1 else None

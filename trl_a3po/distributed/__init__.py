@@ -1,1 +1,1 @@
-"""Several processes, one run: who decides, who gets which rows, what happens when one of them fails."""
+"""One run in several processes: which of them decides, which rows each trains on, and what happens when one fails."""

@@ -1,15 +1,16 @@
 """Attention over a packed row, as an attention implementation of transformers.
 
-Guarantees: a token sees the tokens of its own sequence up to itself, within the layer's sliding window by position,
-and nothing else; a forward without a packed row is transformers' `sdpa`, with the same masks. The implementation stays
-set on the model, because gradient checkpointing runs attention again during the backward.
+Guarantees: a token attends to the tokens of its own sequence up to itself, within the layer's sliding window by
+position, and to nothing else; a forward without a packed row is transformers' `sdpa`, with the same masks. The
+implementation stays set on the model, because gradient checkpointing runs attention again during the backward.
 
-A forward gets the row as the keyword argument `packed_row`, which the decoders of transformers hand to every attention
-layer, with `NO_MASK` as its mask: a 4D mask is used as it is, while no mask at all would make transformers guess
-sequences from the positions, where completions that continue a shared prompt look like sequences of their own.
+A forward receives the row as the keyword argument `packed_row`, which the decoders of transformers pass on to every
+attention layer, together with a mask of shape `NO_MASK`: transformers leaves a 4D mask as it is. Without a mask it
+would guess sequences from the positions, and take completions that continue a shared prompt for separate sequences.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,20 +23,20 @@ from trl_a3po.forward.layout import PackedRow, Segment
 from trl_a3po.forward.varlen import varlen_attention, varlen_refusal
 
 PLAIN, PACKED = "sdpa", "a3po_packed_sdpa"
-NO_MASK = (1, 1, 0, 0)  # shape of the mask that stands for "the packed row says it"
-# Segments are attended to together up to this many tokens: fewer calls, for a mask that hides some of their pairs.
+NO_MASK = (1, 1, 0, 0)  # shape of the mask that accompanies a packed row
+# Segments are attended to together up to this many tokens: fewer calls, at the price of a mask that hides some pairs.
 BLOCK_TOKENS = 256
 
 
-def install(model: PreTrainedModel) -> None:
-    """Let `model`, whose attention implementation is `sdpa`, take packed rows too."""
+def install_packed_attention(model: PreTrainedModel) -> None:
+    """Make `model`, whose attention implementation is `sdpa`, accept packed rows too."""
     AttentionInterface.register(PACKED, packed_attention)
     AttentionMaskInterface.register(PACKED, ALL_MASK_ATTENTION_FUNCTIONS[PLAIN])
     model.set_attn_implementation(PACKED)
 
 
 def plain_implementation(name: str) -> str:
-    """The attention implementation of a model before `install`, by its present name."""
+    """The attention implementation that a model had before `install_packed_attention`, given its present one."""
     return PLAIN if name == PACKED else name
 
 
@@ -50,14 +51,14 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     packed_row: PackedRow | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention in transformers' form: `(B, H, N, D)` queries, `(B, H_kv, N, D)` keys and values -> `(B, N, H, D)`."""
     if packed_row is None:
         if attention_mask is not None and tuple(attention_mask.shape) == NO_MASK:
             raise RuntimeError(
-                f"{type(module).__name__} was not given the packed row: its model does not pass keyword arguments on "
-                "to attention. Set packed_forward='off'."
+                f"{type(module).__name__} received no packed row, because its model does not pass keyword arguments "
+                "on to attention: set packed_forward='off'."
             )
         return ALL_ATTENTION_FUNCTIONS[PLAIN](
             module,
@@ -79,7 +80,8 @@ def packed_attention(
 
 
 def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Under autocast, norms and rotations leave queries and keys in float32 and values in half precision."""
+    """Cast `tensors` to the dtype of autocast, under which norms and rotary embeddings leave queries and keys in
+    float32 and values in half precision."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -96,14 +98,14 @@ def blockwise_attention(
 ) -> torch.Tensor:
     """Attention block by block with torch's SDPA, on any device and in any dtype. Shapes as `packed_attention`'s."""
     if window not in row.cache:
-        row.cache[window] = blocks(row, window, query.device)
+        row.cache[window] = attention_blocks(row, window, query.device)
     repeats = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
     outputs = [
         scaled_dot_product_attention(
             query[:, :, block.queries],
-            _columns(key, block.keys),
-            _columns(value, block.keys),
+            _select_tokens(key, block.keys),
+            _select_tokens(value, block.keys),
             attn_mask=block.mask,
             is_causal=block.mask is None,
             scale=scaling,
@@ -115,24 +117,25 @@ def blockwise_attention(
 
 @dataclass(frozen=True)
 class Block:
-    """Queries of a packed row, the keys they see some of, and which: `(queries, keys)` bool, `None` for causal."""
+    """Queries of a packed row, the keys that some of them attend to, and a `(queries, keys)` bool mask of which keys
+    each query attends to; `None` for a causal mask."""
 
     queries: slice
     keys: tuple[slice, ...]
     mask: torch.Tensor | None
 
 
-def blocks(row: PackedRow, window: int | None, device: torch.device) -> list[Block]:
-    """Blocks that cover the row in its order."""
-    made: list[Block] = []
+def attention_blocks(row: PackedRow, window: int | None, device: torch.device) -> list[Block]:
+    """Blocks that cover the row, in its order."""
+    blocks: list[Block] = []
     bundle: list[Segment] = []
     for segment in row.segments:
         if bundle and (segment.prefix != bundle[0].prefix or segment.end - bundle[0].start > BLOCK_TOKENS):
-            made.append(_block(row, bundle, window, device))
+            blocks.append(_block(row, bundle, window, device))
             bundle = []
         bundle.append(segment)
-    made.append(_block(row, bundle, window, device))
-    return made
+    blocks.append(_block(row, bundle, window, device))
+    return blocks
 
 
 def _block(row: PackedRow, bundle: list[Segment], window: int | None, device: torch.device) -> Block:
@@ -147,12 +150,12 @@ def _block(row: PackedRow, bundle: list[Segment], window: int | None, device: to
         mask &= position[:, None] - position < window
     if prefix is None:
         return Block(queries, (queries,), mask.to(device))
-    sees_prefix = torch.ones(len(position), prefix.length, dtype=torch.bool)
+    to_prefix = torch.ones(len(position), prefix.length, dtype=torch.bool)
     if window is not None:
-        sees_prefix = position[:, None] - torch.arange(prefix.length) < window
-    return Block(queries, (prefix.tokens, queries), torch.cat([sees_prefix, mask], dim=1).to(device))
+        to_prefix = position[:, None] - torch.arange(prefix.length) < window
+    return Block(queries, (prefix.tokens, queries), torch.cat([to_prefix, mask], dim=1).to(device))
 
 
-def _columns(tensor: torch.Tensor, places: tuple[slice, ...]) -> torch.Tensor:
+def _select_tokens(tensor: torch.Tensor, places: tuple[slice, ...]) -> torch.Tensor:
     parts = [tensor[:, :, place] for place in places]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -1,13 +1,15 @@
-"""A micro-batch of padded rows as one row without padding: which tokens it holds, where, and what they may see.
+"""A micro-batch of padded rows as one row without padding: its tokens, their places, and what they attend to.
 
 Guarantees: every completion token is scored exactly once, by the hidden state of the token before it in its own
 sequence; positions are those of the unpadded sequence; the last token of a completion predicts nothing and is left
-out; of rows that share a prompt, the prompt is there once (its last hidden state scores the first token of each of
-them). Pure functions of the masks; no model, no attention.
+out; of rows that share a prompt, the packed row holds the prompt once (its last hidden state scores the first
+token of each completion). Pure functions of the masks; no model, no attention.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import torch
 
@@ -16,12 +18,13 @@ import torch
 class Segment:
     """Consecutive tokens of a packed row.
 
-    Token i of a segment sees tokens 0 to i of it and, when `prefix` is the number of another segment, all of that one.
+    Token i of a segment attends to tokens 0 to i of the segment and, where `prefix` is the number of another segment,
+    to all tokens of that segment.
 
     Args:
         start: place of its first token in the row.
-        length: its tokens, at least one.
-        prefix: number of the segment that it continues.
+        length: number of its tokens, at least one.
+        prefix: number of the segment that it continues, if any.
     """
 
     start: int
@@ -39,11 +42,11 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """The segments of a packed row, in the order of the row: shared prompts first, then what continues them, prompt by
-    prompt, then sequences that share nothing."""
+    """The segments of a packed row, in its order: first the shared prompts, then their continuations, prompt by
+    prompt, then the sequences that share no prompt."""
 
     segments: tuple[Segment, ...]
-    cache: dict = field(default_factory=dict)  # what attention derives from the segments, once a forward
+    cache: dict[Any, Any] = field(default_factory=dict)  # what attention derives from the segments, once per forward
 
     @property
     def tokens(self) -> int:
@@ -51,12 +54,12 @@ class PackedRow:
 
     @property
     def shared(self) -> int:
-        """Number of segments that others continue: the first ones."""
+        """Number of shared prompts, which are the first segments."""
         return len({segment.prefix for segment in self.segments} - {None})
 
     @property
     def pairs(self) -> int:
-        """Pairs (query, visible key), without a sliding window."""
+        """Pairs of a query and a key it attends to, without a sliding window."""
         return sum(s.length * self.offset(s) + s.length * (s.length + 1) // 2 for s in self.segments)
 
     @property
@@ -75,11 +78,11 @@ class PackedBatch:
 
     Args:
         row: the segments.
-        tokens: `(N,)` where each token of the row lies in the flattened `(B·S,)` batch.
-        positions: `(N,)` its position in its sequence.
+        tokens: `(N,)` place of each token in the flattened `(B·S,)` batch.
+        positions: `(N,)` position of each token in its sequence.
         scoring: `(M,)` place in the row of the hidden state that predicts each scored token.
-        targets: `(M,)` where the scored token lies in the flattened `(B·S,)` batch.
-        places: `(M,)` where it lies in the flattened `(B·T,)` completions.
+        targets: `(M,)` place of each scored token in the flattened `(B·S,)` batch.
+        places: `(M,)` place of each scored token in the flattened `(B·T,)` completions.
     """
 
     row: PackedRow
@@ -90,15 +93,32 @@ class PackedBatch:
     places: torch.Tensor
 
 
+class _RowBuilder:
+    """Appends sequences of a padded batch to a packed row."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.tokens: list[torch.Tensor] = []
+        self.positions: list[torch.Tensor] = []
+
+    def add(self, first: int, length: int, position: int, prefix: int | None = None) -> Segment:
+        """Append `length` tokens of the flattened batch, from place `first` on, the first one at `position`."""
+        start = self.segments[-1].end if self.segments else 0
+        self.segments.append(Segment(start, length, prefix))
+        self.tokens.append(torch.arange(first, first + length))
+        self.positions.append(torch.arange(position, position + length))
+        return self.segments[-1]
+
+
 def pack(
-    attention_mask: torch.Tensor, completion_width: int, mates: Sequence[Sequence[int]] = ()
+    attention_mask: torch.Tensor, completion_width: int, groups: Sequence[Sequence[int]] = ()
 ) -> PackedBatch | None:
     """Pack a micro-batch; `None` when no completion has a token.
 
     Args:
         attention_mask: `(B, S)`, on the CPU; prompts padded on the left, completions on the right.
         completion_width: T, the columns of the completions.
-        mates: rows that have the same prompt and shall share it, as lists of row numbers; the others share nothing.
+        groups: for each prompt to be shared, the numbers of the rows that share it; the other rows share nothing.
 
     Raises:
         ValueError: padding inside a prompt or a completion, or a completion without a prompt.
@@ -106,56 +126,50 @@ def pack(
     prompts, completions = lengths(attention_mask, completion_width)
     size, width = attention_mask.shape
     split = width - completion_width
-    kept = [row for row in range(size) if completions[row] > 0]
-    if not kept:
+    if not any(completions):
         return None
-    groups = [[row for row in rows if completions[row] > 0] for rows in mates]
-    groups = [rows for rows in groups if len(rows) > 1]
-    groups.sort(key=lambda rows: max(completions[row] for row in rows) == 1)  # those that nothing continues come last
-    sharing = {row for rows in groups for row in rows}
+    sharing = _sharing_groups(groups, completions)
 
-    segments: list[Segment] = []
-    tokens: list[torch.Tensor] = []
-    positions: list[torch.Tensor] = []
+    packed = _RowBuilder()
     scored: list[tuple[int, torch.Tensor]] = []  # row of the batch, places in the packed row
-
-    def add(first: int, length: int, position: int, prefix: int | None = None) -> Segment:
-        start = segments[-1].end if segments else 0
-        segments.append(Segment(start, length, prefix))
-        tokens.append(torch.arange(first, first + length))
-        positions.append(torch.arange(position, position + length))
-        return segments[-1]
-
-    for rows in groups:
-        prompt = prompts[rows[0]]
-        add(rows[0] * width + split - prompt, prompt, 0)
-    for number, rows in enumerate(groups):
-        prompt = segments[number]
+    for rows in sharing:
+        length = prompts[rows[0]]
+        packed.add(rows[0] * width + split - length, length, 0)
+    for number, rows in enumerate(sharing):
+        prompt = packed.segments[number]
         for row in rows:
             places = torch.tensor([prompt.end - 1])
             if completions[row] > 1:
-                own = add(row * width + split, completions[row] - 1, prompt.length, number)
+                own = packed.add(row * width + split, completions[row] - 1, prompt.length, number)
                 places = torch.cat([places, torch.arange(own.start, own.end)])
             scored.append((row, places))
-    for row in kept:
-        if row not in sharing:
-            prompt, completion = prompts[row], completions[row]
-            own = add(row * width + split - prompt, prompt + completion - 1, 0)
-            scored.append((row, torch.arange(own.start + prompt - 1, own.end)))
+    shared_rows = set(chain.from_iterable(sharing))
+    for row in range(size):
+        if completions[row] == 0 or row in shared_rows:
+            continue
+        own = packed.add(row * width + split - prompts[row], prompts[row] + completions[row] - 1, 0)
+        scored.append((row, torch.arange(own.start + prompts[row] - 1, own.end)))
 
     counts = [(row, torch.arange(completions[row])) for row, _ in scored]
     return PackedBatch(
-        row=PackedRow(tuple(segments)),
-        tokens=torch.cat(tokens),
-        positions=torch.cat(positions),
+        row=PackedRow(tuple(packed.segments)),
+        tokens=torch.cat(packed.tokens),
+        positions=torch.cat(packed.positions),
         scoring=torch.cat([places for _, places in scored]),
         targets=torch.cat([row * width + split + count for row, count in counts]),
         places=torch.cat([row * completion_width + count for row, count in counts]),
     )
 
 
+def _sharing_groups(groups: Sequence[Sequence[int]], completions: Sequence[int]) -> list[list[int]]:
+    """The groups with at least two completions. Prompts that no segment continues come last."""
+    with_tokens = [[row for row in rows if completions[row] > 0] for rows in groups]
+    sharing = [rows for rows in with_tokens if len(rows) > 1]
+    return sorted(sharing, key=lambda rows: max(completions[row] for row in rows) == 1)
+
+
 def lengths(attention_mask: torch.Tensor, completion_width: int) -> tuple[list[int], list[int]]:
-    """Tokens of each row's prompt and completion. Raises as `pack`."""
+    """Number of tokens in the prompt and in the completion of each row. Raises as `pack` does."""
     mask = attention_mask.bool()
     prompt, completion = mask[:, : mask.shape[1] - completion_width], mask[:, mask.shape[1] - completion_width :]
     if (prompt[:, :-1] & ~prompt[:, 1:]).any() or (completion[:, 1:] & ~completion[:, :-1]).any():
@@ -169,8 +183,8 @@ def lengths(attention_mask: torch.Tensor, completion_width: int) -> tuple[list[i
     return prompts, completions
 
 
-def prompt_mates(input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int) -> list[list[int]]:
-    """Rows by equal prompts, in the order of their first rows; `(B, S)` tensors on the CPU."""
+def rows_by_prompt(input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int) -> list[list[int]]:
+    """The rows of each distinct prompt, in the order of their first rows; `(B, S)` tensors on the CPU."""
     split = input_ids.shape[1] - completion_width
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for row in range(len(input_ids)):

@@ -1,13 +1,14 @@
 """One forward of a packed row through a causal language model that TRL has given its fused head.
 
 Guarantees: the model is called as TRL calls it (wrappers, adapters, autocast, gradient checkpointing and hooks see one
-forward), and its head scores the hidden states that predict a completion token, no others. The head computes
-log-probs and entropies in tiles of at most 4096 tokens times 32768 tokens of the vocabulary, forward and backward: no
-larger matrix of logits exists, in whatever dtype.
+forward), and its head scores only the hidden states that predict a completion token. The head computes log-probs and
+entropies in tiles of at most 4096 tokens by 32768 entries of the vocabulary, forward and backward, so no larger matrix
+of logits exists in any dtype.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -26,7 +27,7 @@ def packed_logps(
     """Log-probs and entropies `(B, T)` of the completion tokens, 0 at padding, at the temperature of the head.
 
     Args:
-        model: what to call: `base`, or any wrapping of it.
+        model: what to call: `base`, or a wrapper around it.
         base: the model inside, with packed attention installed.
         input_ids: `(B, S)`.
         packed: the same rows, packed.
@@ -49,9 +50,9 @@ def packed_logps(
 
 @contextmanager
 def _only_hidden_states(base: PreTrainedModel, scoring: torch.Tensor) -> Iterator[None]:
-    """Between the backbone and the head, keep the hidden states at `scoring` `(M,)`, in its order."""
+    """Inside, the head gets only the hidden states of the backbone at the places `scoring`, `(M,)`, in that order."""
 
-    def select(module, args, outputs):
+    def select(module: torch.nn.Module, args: Any, outputs: Any) -> Any:
         outputs.last_hidden_state = outputs.last_hidden_state[:, scoring]
         return outputs
 

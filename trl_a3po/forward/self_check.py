@@ -1,21 +1,22 @@
-"""Is a packed forward of this model what its padded forward is? Asked once, of the first batch.
+"""Does a packed forward of a model give the log-probs of its padded forward? Checked once, on the first batch.
 
 Guarantees: the same number of forwards on every rank and for every batch; no dropout, no gradients; the model is left
-as it was. The padded forward is run twice, the second time with wider padding, so that the tolerance is what rounding
-alone does to this model in this dtype, and never less than a floor.
+as it was. The padded forward runs twice, the second time with wider padding, which shows what rounding alone does to
+this model in this dtype; the tolerance is a multiple of that, and no less than a floor.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-MOST_ROWS = 4
+from trl_a3po.models.eval_mode import eval_mode
+
+MAX_ROWS = 4
 EXTRA_PADDING = 8
-# Largest distance of log-probs that is put down to rounding: mean, max.
+# Distances of log-probs that rounding may cause in any model: mean, max.
 FLOORS = {"full": (1e-4, 1e-2), "half": (0.03, 1.0)}
-SPREADS = 5.0
+SPREAD_FACTOR = 5.0
 
 # (input_ids, attention_mask) -> log-probs (B, T)
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -23,7 +24,14 @@ Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Distances of log-probs from the padded forward's, as mean and max; `spread`: of two padded forwards."""
+    """Distances of log-probs from those of the padded forward, as mean and max.
+
+    Args:
+        name: the layout that was compared.
+        found: its distance.
+        spread: distance of two padded forwards.
+        floor: least tolerance.
+    """
 
     name: str
     found: tuple[float, float]
@@ -32,7 +40,8 @@ class Verdict:
 
     @property
     def allowed(self) -> tuple[float, float]:
-        return tuple(max(low, SPREADS * seen) for low, seen in zip(self.floor, self.spread, strict=True))
+        mean, largest = (max(low, SPREAD_FACTOR * seen) for low, seen in zip(self.floor, self.spread, strict=True))
+        return mean, largest
 
     @property
     def holds(self) -> bool:
@@ -48,10 +57,10 @@ class Verdict:
 def check_rows(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows to check on, of any batch: the first prompt with the completions of the first few rows, so that there is a
-    prompt to share, and the last row as it is. Each has at least one completion token."""
+    """The rows to check: the first prompt with the completions of the first few rows, so that there is a prompt to
+    share, and the last row as it is. Each row has at least one completion token."""
     split = input_ids.shape[1] - completion_width
-    rows = slice(0, min(MOST_ROWS, len(input_ids)))
+    rows = slice(0, min(MAX_ROWS, len(input_ids)))
     ids, mask = input_ids[rows].clone(), attention_mask[rows].clone()
     ids[:, :split], mask[:, :split] = input_ids[0, :split], attention_mask[0, :split]
     ids, mask = torch.cat([ids, ids[:1], input_ids[-1:]]), torch.cat([mask, mask[:1], attention_mask[-1:]])
@@ -60,7 +69,7 @@ def check_rows(
 
 
 @torch.no_grad()
-def verdicts(
+def compare_forwards(
     model: torch.nn.Module,
     padded: Forward,
     others: dict[str, Forward],
@@ -70,15 +79,15 @@ def verdicts(
     *,
     half: bool,
 ) -> list[Verdict]:
-    """Hold each of `others` against `padded`.
+    """Compare each of `others` with `padded`.
 
     Args:
-        model: whose dropout is off meanwhile.
+        model: the model that all of them run; its dropout is off during the comparison.
         half: the forward runs in half precision, or with matrix products of reduced precision.
     """
     scored = attention_mask[:, -completion_width:].bool()
     wider = torch.zeros_like(attention_mask[:, :1]).expand(-1, EXTRA_PADDING)
-    with _eval(model):
+    with eval_mode(model):
         expected = padded(input_ids, attention_mask)
         again = padded(torch.cat([wider, input_ids], 1), torch.cat([wider, attention_mask], 1))
         found = {name: forward(input_ids, attention_mask) for name, forward in others.items()}
@@ -90,15 +99,3 @@ def verdicts(
 def _distance(logps: torch.Tensor, expected: torch.Tensor, scored: torch.Tensor) -> tuple[float, float]:
     distance = (logps - expected).abs()[scored]
     return distance.mean().item(), distance.max().item()
-
-
-@contextmanager
-def _eval(model: torch.nn.Module) -> Iterator[None]:
-    training = [(module, module.training) for module in model.modules()]
-    for module, _ in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, was in training:
-            module.training = was

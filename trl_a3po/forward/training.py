@@ -1,9 +1,9 @@
-"""`TrainingForward`: the trainer's log-probs with no wasted tokens, or TRL's padded forward where that is not known to
-be the same.
+"""`TrainingForward`: the trainer's log-probs without padding tokens, or by TRL's padded forward where a packed forward
+is not known to give the same result.
 
-Guarantees: one forward of the model for each of TRL's, whatever is packed or shared and on whatever rank; results of
-the shapes and with the zeros that TRL's have; current, old and reference log-probs take the same way, so that their
-differences are not those of two kernels; every reason to run padded is said once.
+Guarantees: one forward of the model for each forward of TRL, on every rank, whether rows are packed, shared or padded;
+results have the shapes of TRL's and the same zeros; current, old and reference log-probs are computed alike, so that
+their differences are not those of two kernels; every reason to run padded is logged once.
 """
 
 import logging
@@ -15,14 +15,16 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 from trl import GRPOConfig
 
-from trl_a3po.forward import arrange, cost
-from trl_a3po.forward.attention import install
-from trl_a3po.forward.layout import PackedBatch, lengths, pack, prompt_mates
+from trl_a3po.forward import cost
+from trl_a3po.forward.attention import install_packed_attention
+from trl_a3po.forward.layout import PackedBatch, lengths, pack, rows_by_prompt
+from trl_a3po.forward.micro_batches import is_sum_over_rows, micro_batch_order, micro_batches_per_step
 from trl_a3po.forward.packed import packed_logps
-from trl_a3po.forward.self_check import check_rows, verdicts
-from trl_a3po.forward.support import packing_refusal
+from trl_a3po.forward.packing_support import packing_refusal
+from trl_a3po.forward.self_check import check_rows, compare_forwards
 from trl_a3po.forward.varlen import kernel_refusal
 from trl_a3po.forward.zero_traces import ZeroTraces
+from trl_a3po.models.attention_shape import head_dim
 from trl_a3po.models.unwrap import base_model
 
 logger = logging.getLogger(__name__)
@@ -31,12 +33,12 @@ Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class TrainingForward:
-    """Stands in front of TRL's `_get_per_token_logps_and_entropies`.
+    """Wraps TRL's `_get_per_token_logps_and_entropies`.
 
     Args:
-        args: `packed_forward` and `shared_prompt` decide.
+        args: `packed_forward` and `shared_prompt` choose the layout.
         accelerator: the trainer's.
-        models: the policy, and the reference model if there is one of its own.
+        models: the policy, and the reference model if there is a separate one.
 
     Raises:
         ValueError: `packed_forward="on"` or `shared_prompt="on"` for a model that can only be run padded.
@@ -47,31 +49,31 @@ class TrainingForward:
         self._accelerator = accelerator
         self._traces = ZeroTraces(accelerator)
         self._checked: set[int] = set()  # models, by id
-        self._told = False
+        self._layout_logged = False
         self.refusal = self._refusal(models)
         self._tokens_padded = self._tokens_run = 0  # of the last call
         if self.refusal is None:
             for model in models:
-                install(base_model(accelerator.unwrap_model(model)))
+                install_packed_attention(base_model(accelerator.unwrap_model(model)))
 
     @property
     def token_ratio(self) -> float:
-        """Of the last call: tokens that a padded forward has for each token that ran."""
+        """Tokens of the padded batch for each token that was run, in the last call."""
         return self._tokens_padded / max(self._tokens_run, 1)
 
     def description(self, model: PreTrainedModel) -> str:
-        """For a person, before the first batch: how the forwards of `model`, unwrapped, will run."""
+        """How the forwards of `model`, unwrapped, will run: text for the plan of the run."""
         if self.refusal is not None:
             return f"padded: {self.refusal}"
         sharing = {"auto": "where that is cheaper", "on": "always", "off": "never"}[self._args.shared_prompt]
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._accelerator.mixed_precision)
-        dtype, head_dim = half or base_model(model).dtype, cost.head_dim_of(model.config)
-        refusal = kernel_refusal(self._accelerator.device, dtype, head_dim)
+        dtype = half or base_model(model).dtype
+        refusal = kernel_refusal(self._accelerator.device, dtype, head_dim(model.config))
         kernel = "FlashAttention" if refusal is None else f"SDPA ({refusal})"
         return f"packed, prompts shared {sharing}, attention by {kernel}; the first batch is checked against padded"
 
     def _refusal(self, models: list[torch.nn.Module]) -> str | None:
-        """Why every forward is padded; `None` when none has to be."""
+        """Why every forward is padded; `None` where forwards may be packed."""
         if self._args.packed_forward == "off":
             return "packed_forward='off'"
         compiled = self._args.torch_compile
@@ -82,7 +84,7 @@ class TrainingForward:
         return refusal
 
     def _run_padded(self, why: str, error: type[Exception]) -> None:
-        """Say that forwards are padded from now on, or raise if the settings demand otherwise."""
+        """Log that forwards are padded from now on, or raise `error` where the settings demand packed ones."""
         for name in ("packed_forward", "shared_prompt"):
             if getattr(self._args, name) == "on":
                 raise error(f"{name}='on' cannot hold: {why}. Set {name}='auto' to run padded.")
@@ -100,7 +102,7 @@ class TrainingForward:
         compute_aux_loss: bool = False,
         **multimodal: Any,
     ) -> Outputs:
-        """What `padded`, TRL's method, returns for the arguments after it."""
+        """What `padded`, TRL's method, returns for the arguments that follow it."""
 
         def traced(model: torch.nn.Module, *arguments: Any, **options: Any) -> Outputs:
             with self._traces.of(model):
@@ -132,13 +134,13 @@ class TrainingForward:
 
     def _forward(self, padded, model, input_ids, attention_mask, width: int, compute_entropy: bool):
         packed = self._layout(base_model(self._accelerator.unwrap_model(model)), input_ids, attention_mask, width)
-        if packed is None:  # nothing to score, but other ranks run a forward
+        if packed is None:  # nothing to score, but the other ranks run a forward
             self._tokens_run += input_ids.numel()
             return padded(model, input_ids, attention_mask, width, compute_entropy=compute_entropy)[:2]
         self._tokens_run += packed.row.tokens
         outputs = self._run(model, input_ids, packed, width)
-        if not self._told:
-            self._told = True
+        if not self._layout_logged:
+            self._layout_logged = True
             logger.info(
                 "Training forwards are packed, attention by %s; shared_prompt=%r.",
                 packed.row.cache["kernel"],
@@ -155,59 +157,61 @@ class TrainingForward:
         self, base: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
     ) -> PackedBatch | None:
         ids, mask = input_ids.cpu(), attention_mask.cpu()
-        apart = pack(mask, width)
-        if apart is None or self._args.shared_prompt == "off":
-            return apart
-        shared = pack(mask, width, prompt_mates(ids, mask, width))
+        unshared = pack(mask, width)
+        if self._args.shared_prompt == "off":
+            return unshared
+        shared = pack(mask, width, rows_by_prompt(ids, mask, width))
+        if unshared is None or shared is None:
+            return None
         if not shared.row.shared or self._args.shared_prompt == "on":
             return shared
         if input_ids.is_cuda and shared.row.longest > shortest_window(base.config):
-            return apart  # the kernels cannot slide a window over a prompt that is shared
-        shape = cost.ModelShape.of(base.config)
-        gain = cost.sharing_gain(shape, apart.row, shared.row, len(shared.scoring))
-        return shared if gain >= cost.LEAST_GAIN else apart
+            return unshared  # the kernels cannot slide a window over a shared prompt
+        flops = cost.ModelFlops.of(base.config)
+        gain = cost.sharing_gain(flops, unshared.row, shared.row, len(shared.scoring))
+        return shared if gain >= cost.MIN_SHARING_GAIN else unshared
 
     # --- the first batch ----------------------------------------------------------------------------------------
 
     def _check(self, padded, model, input_ids, attention_mask, width: int) -> None:
-        """Run padded from now on unless both layouts give this model's padded log-probs, on every rank."""
+        """Run padded from now on unless both layouts give the padded log-probs of `model`, on every rank."""
         inner = self._accelerator.unwrap_model(model)
         if id(inner) in self._checked:
             return
         self._checked.add(id(inner))
         ids, mask = check_rows(input_ids, attention_mask, width)
-        mates = prompt_mates(ids.cpu(), mask.cpu(), width)
+        groups = rows_by_prompt(ids.cpu(), mask.cpu(), width)
         half = (
             base_model(inner).dtype in (torch.bfloat16, torch.float16)
             or self._accelerator.mixed_precision in ("bf16", "fp16")
             or torch.get_float32_matmul_precision() != "highest"
         )
-        found = verdicts(
+        verdicts = compare_forwards(
             inner,
             lambda ids, mask: padded(model, ids, mask, width)[0],
             {
                 "packed": lambda ids, mask: self._run(model, ids, pack(mask.cpu(), width), width)[0],
-                "shared prompt": lambda ids, mask: self._run(model, ids, pack(mask.cpu(), width, mates), width)[0],
+                "shared prompt": lambda ids, mask: self._run(model, ids, pack(mask.cpu(), width, groups), width)[0],
             },
             ids,
             mask,
             width,
             half=half,
         )
-        failed = torch.tensor(float(not all(verdict.holds for verdict in found)), device=input_ids.device)
+        failed = torch.tensor(float(not all(verdict.holds for verdict in verdicts)), device=input_ids.device)
         if self._accelerator.reduce(failed, "sum").item():
-            self.refusal = "the self-check failed; " + "; ".join(map(str, found))
+            self.refusal = "the self-check failed; " + "; ".join(map(str, verdicts))
             self._run_padded(self.refusal, RuntimeError)
 
     # --- micro-batches ------------------------------------------------------------------------------------------
 
     def arranged(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The micro-batches of a generation batch with rows exchanged among those of one optimizer step, so that
-        completions of one prompt are together and costs are even; the same ones when that could change a gradient."""
+        """The micro-batches of a generation batch, with rows moved between those of one optimizer step so that
+        completions of one prompt are together and costs are even; unchanged where that could change a gradient."""
         args = self._args
-        if self.refusal is not None or not arrange.sums_over_rows(args):
+        if self.refusal is not None or not is_sum_over_rows(args):
             return slices
-        together = arrange.micro_batches_of_a_step(len(slices), args.gradient_accumulation_steps)
+        together = micro_batches_per_step(len(slices), args.gradient_accumulation_steps)
         steps = [slices[start : start + together] for start in range(0, len(slices), together)]
         return [part for step in steps for part in (self._arranged_step(step) if together > 1 else step)]
 
@@ -220,13 +224,14 @@ class TrainingForward:
         width = slices[0]["completion_ids"].shape[1]
         costs = [sum(tokens) for tokens in zip(*lengths(mask, width), strict=True)]
         shares = self._args.shared_prompt != "off"
-        mates = prompt_mates(ids, mask, width) if shares else [[row] for row in range(len(ids))]
-        order = torch.tensor(arrange.arrange(costs, mates, rows))
+        groups = rows_by_prompt(ids, mask, width) if shares else [[row] for row in range(len(ids))]
+        order = torch.tensor(micro_batch_order(costs, groups, rows))
         return [take_rows(slices, order[start : start + rows]) for start in range(0, len(order), rows)]
 
 
 def take_rows(slices: list[dict[str, Any]], rows: torch.Tensor) -> dict[str, Any]:
-    """A micro-batch of the rows numbered `rows` over all of `slices`; what is not by row is the first slice's."""
+    """A micro-batch of the rows with the numbers `rows`, counted over all of `slices`. Values that are not one per row
+    are taken from the first slice."""
     return {
         name: torch.cat([part[name] for part in slices])[rows.to(value.device)]
         if isinstance(value, torch.Tensor) and value.ndim
@@ -236,7 +241,7 @@ def take_rows(slices: list[dict[str, Any]], rows: torch.Tensor) -> dict[str, Any
 
 
 def shortest_window(config: Any) -> float:
-    """The sliding window of a model's layers, infinite without one."""
+    """Tokens in the sliding window of a model's layers; infinite for a model without a sliding window."""
     config = config.get_text_config()
     layers = getattr(config, "layer_types", None)
     slides = layers is None or "sliding_attention" in layers

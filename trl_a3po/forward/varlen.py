@@ -1,8 +1,8 @@
-"""Attention over a packed row with the FlashAttention kernels that torch ships, on CUDA in bfloat16 and float16.
+"""Attention over a packed row with the FlashAttention kernels of torch, on CUDA in bfloat16 and float16.
 
-Guarantees: as many pairs are computed as the segments see, none of them twice and without a mask in memory. Every
-segment attends to itself in one call; what continues shared prompts attends to them in a second one, and the two
-partial results are merged by their log-sum-exps:
+Guarantees: only the pairs that the segments attend to are computed, each once and without a mask in memory. Every
+segment attends to itself in one call; continuations of shared prompts attend to those prompts in a second call, and
+the two partial results are merged by their log-sum-exps:
 
     lse = log(exp(lse₁) + exp(lse₂)),   o = exp(lse₁ - lse)·o₁ + exp(lse₂ - lse)·o₂
 
@@ -19,11 +19,11 @@ import torch
 from trl_a3po.forward.layout import PackedRow
 
 HALF = (torch.bfloat16, torch.float16)
-MOST_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 
 
 def varlen_refusal(query: torch.Tensor, row: PackedRow, window: int | None) -> str | None:
-    """Why the kernels cannot attend `row` with `query` `(1, H, N, D)`; `None` if they can."""
+    """Why the kernels cannot run on `row` with `query`, `(1, H, N, D)`; `None` if they can."""
     refusal = kernel_refusal(query.device, query.dtype, query.shape[-1])
     if refusal is not None:
         return refusal
@@ -35,14 +35,14 @@ def varlen_refusal(query: torch.Tensor, row: PackedRow, window: int | None) -> s
 
 
 def kernel_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the kernels cannot attend any row there; `None` if they can."""
+    """Why the kernels cannot run on any row with this device, dtype and head dimension; `None` if they can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "no CUDA device"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "a CUDA device older than Ampere"
     if dtype not in HALF:
         return f"dtype {dtype}"
-    if head_dim > MOST_HEAD_DIM or head_dim % 8:
+    if head_dim > MAX_HEAD_DIM or head_dim % 8:
         return f"head dimension {head_dim}"
     return None
 
@@ -60,12 +60,14 @@ def varlen_attention(
         row.cache["plan"] = VarlenPlan.of(row, query.device)
     plan = row.cache["plan"]
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    inert = window is None or row.longest <= window
-    return MergedAttention.apply(q, k, v, plan, scaling, None if inert else window, FLASH)[None]
+    if window is not None and row.longest <= window:
+        window = None
+    output: torch.Tensor = MergedAttention.apply(q, k, v, plan, scaling, window, FLASH)
+    return output[None]
 
 
 class Spans(NamedTuple):
-    """Where consecutive spans begin and the last one ends, `(n + 1,)` int32, and the longest one."""
+    """Where consecutive spans begin and the last one ends, `(n + 1,)` int32, and the length of the longest."""
 
     bounds: torch.Tensor
     longest: int
@@ -81,10 +83,10 @@ class VarlenPlan:
 
     Args:
         own: spans of the segments.
-        prompts: spans of the shared prompts, which are the row's first tokens; `None` without any.
-        continuing: spans of what continues each of them, in the same order.
+        prompts: spans of the shared prompts, which are the first tokens of the row; `None` where no prompt is shared.
+        continuing: spans of the continuations of each shared prompt, in the same order.
         prompt_tokens: place of the shared prompts in the row.
-        continuing_tokens: place of what continues them.
+        continuing_tokens: place of their continuations in the row.
     """
 
     own: Spans
@@ -205,7 +207,7 @@ def _flash_backward(grad, q, k, v, o, lse, queries: Spans, keys: Spans, causal: 
         keys.longest,
         0.0,
         causal,
-        torch.zeros(2, dtype=torch.uint64, device=q.device),  # the state of a dropout that is off
+        torch.zeros(2, dtype=torch.uint64, device=q.device),  # random state of the dropout, which is off
         torch.empty(0, device=q.device),
         scale=scaling,
         window_size_left=-1 if window is None else window - 1,

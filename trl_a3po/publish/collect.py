@@ -1,9 +1,9 @@
-"""The trained module -> `PolicySpec` and `WeightUpdate`.
+"""From the trained module to a `PolicySpec` and a `WeightUpdate`.
 
-Guarantees: the module is only read: never copied, merged or moved (its forward may be patched, and a deep copy of a
-patched module keeps running the original's weights); tensors are live views; each storage appears once.
+Guarantees: the module is only read, never copied, merged or moved (its forward may be patched, and a deep copy of a
+patched module keeps running the weights of the original); tensors are live views; each storage appears once.
 
-The module is the unwrapped one, a `PreTrainedModel` or a `PeftModel` around one, as `GRPOTrainer` holds it.
+The module is unwrapped: a `PreTrainedModel`, or a `PeftModel` around one, as `GRPOTrainer` holds it.
 """
 
 import copy
@@ -18,16 +18,17 @@ from trl_a3po.forward.attention import plain_implementation
 from trl_a3po.models.replica import named_weights
 from trl_a3po.models.unwrap import active_adapter, base_model
 from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
-from trl_a3po.publish.quantised import dequantised, drop_quantisation, is_quantised, owner
-from trl_a3po.publish.update_parts import Part, whole_update
+from trl_a3po.publish.quantised import dequantised_source, drop_quantisation, is_quantised, owning_module
+from trl_a3po.publish.weight_sources import WeightSource, local_update
 
 
 def policy_spec(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> PolicySpec:
     """What an engine needs to build a replica of `model` that runs in `dtype`.
 
     Raises:
-        ValueError: the model is quantised otherwise than to bitsandbytes' 4 bits, or its adapter works on the prompt
-            instead of the weights.
+        ValueError: the model is quantised, but not to 4 bits by bitsandbytes, or its adapter works on the prompt and
+        not
+            on the weights.
     """
     base = base_model(model)
     for name, parameter in base.named_parameters():
@@ -54,20 +55,23 @@ def policy_spec(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Polic
 
 
 def plain_config(base: PreTrainedModel) -> PreTrainedConfig:
-    """A copy of a model's configuration without what the training forward set for itself."""
+    """A copy of the configuration of `base`, without quantisation and without the attention implementation of the
+    training forward."""
     config = copy.deepcopy(base.config)
     config._attn_implementation = plain_implementation(config._attn_implementation)
     drop_quantisation(config)
     return config
 
 
-def policy_parts(model: PreTrainedModel | PeftModel) -> dict[str, Part]:
-    """What an update of `model` consists of: every parameter and persistent buffer as it is, or dequantised. Adapters
-    other than the active one (a reference policy) are left out."""
+def policy_sources(model: PreTrainedModel | PeftModel) -> dict[str, WeightSource]:
+    """The sources of every parameter and persistent buffer of `model`, by name; quantised weights are dequantised.
+    Leaves out adapters other than the active one, such as a reference policy."""
     others = _other_adapters(model)
     weights = {name: weight for name, weight in named_weights(model).items() if not _belongs(name, others)}
     return {
-        name: dequantised(owner(model, name)) if is_quantised(weight) else Part.as_it_is(weight)
+        name: dequantised_source(owning_module(model, name))
+        if is_quantised(weight)
+        else WeightSource.of_tensor(weight)
         for name, weight in weights.items()
     }
 
@@ -76,14 +80,15 @@ def collect_weights(model: PreTrainedModel | PeftModel, version: int, *, complet
     """The weights of `model` as policy version `version`, as live, detached views.
 
     Args:
-        complete: every parameter and persistent buffer; otherwise those that training changes: parameters that
-            require a gradient, and persistent buffers.
+        complete: every parameter and persistent buffer; otherwise only those that training changes, which are the
+            parameters that require a gradient and the persistent buffers.
     """
-    return whole_update(policy_parts(model), version, complete=complete)
+    return local_update(policy_sources(model), version, complete=complete)
 
 
 def _other_adapters(model: PreTrainedModel | PeftModel) -> set[str]:
-    """Name endings that mark a tensor of an inactive adapter: `holder.adapter` for each place adapters live in."""
+    """Parts of names that mark a tensor of an inactive adapter: `.holder.adapter.` for each module that holds
+    adapters."""
     if not isinstance(model, PeftModel):
         return set()
     holders = {

@@ -1,8 +1,8 @@
-"""`lora_sync="merged"`: the policy as a plain model, its LoRA adapter folded into the weights it sends.
+"""`lora_sync="merged"`: the policy as a plain model, with its LoRA adapter merged into the published weights.
 
-Guarantees: the trained module is only read. A merged weight is computed beside the base weight
-(`W + scale * B @ A`, or its DoRA form), never in place, so no rounding accumulates in the weights being trained; while
-an engine goes through an update, it and the one before it exist.
+Guarantees: the trained module is only read. A merged weight (`W + scale * B @ A`, or its DoRA form) is a new tensor,
+so no rounding accumulates in the weights that are trained; while an engine reads an update, at most two merged weights
+exist.
 """
 
 from collections.abc import Iterator
@@ -17,51 +17,52 @@ from torch import nn
 from trl_a3po.models.unwrap import active_adapter, base_model
 from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 from trl_a3po.publish.collect import plain_config
-from trl_a3po.publish.update_parts import Part, whole_update
+from trl_a3po.publish.weight_sources import WeightSource, local_update
 
 
 def merged_spec(model: PeftModel, dtype: torch.dtype) -> PolicySpec:
-    """The plain base model. Its embeddings are untied when the adapter changes only one of a tied pair.
+    """The plain base model. Its embeddings are untied where the adapter changes only one weight of a tied pair.
 
     Raises:
         ValueError: a layer whose adapter cannot be merged out of place.
     """
-    base, plan = base_model(model), merged_parts(model)
+    base, sources = base_model(model), merged_sources(model)
     config = plain_config(base)
     if config.get_text_config().tie_word_embeddings:
         head = base.get_output_embeddings()
         path = next(path for path, module in base.named_modules() if module is head)
-        if f"{_plain(path)}.weight" in plan:
+        if f"{_plain(path)}.weight" in sources:
             config.tie_word_embeddings = False
             config.get_text_config().tie_word_embeddings = False
     return PolicySpec(type(base), config, dtype)
 
 
-def merged_parts(model: PeftModel) -> dict[str, Part]:
-    """What an update of `model` consists of, by the names of the plain base model. Merged weights are made anew, the
-    others live views; a tied pair that is still one is listed once."""
+def merged_sources(model: PeftModel) -> dict[str, WeightSource]:
+    """The sources of the weights of the merged model, by their names in the plain base model. Merged weights are new
+    tensors, the others live views; a pair that is still tied appears once."""
     adapter = active_adapter(model)
-    parts: dict[str, Part] = {}
+    sources: dict[str, WeightSource] = {}
     seen: set[int] = set()
-    for name, tensor, part in _walk(base_model(model), "", adapter):
+    for name, tensor, source in _walk(base_model(model), "", adapter):
         if id(tensor) not in seen:
-            parts[name] = part
+            sources[name] = source
         if tensor is not None:
             seen.add(id(tensor))
-    return parts
+    return sources
 
 
 def collect_merged(model: PeftModel, version: int, *, complete: bool = True) -> WeightUpdate:
     """The merged weights of `model`.
 
     Args:
-        complete: every parameter and persistent buffer; otherwise those that training changes.
+        complete: every parameter and persistent buffer; otherwise only those that training changes.
     """
-    return whole_update(merged_parts(model), version, complete=complete)
+    return local_update(merged_sources(model), version, complete=complete)
 
 
-def _walk(module: nn.Module, path: str, adapter: str) -> Iterator[tuple[str, torch.Tensor | None, Part]]:
-    """(plain name, the tensor itself if it is sent as it is, part) of everything under `module`."""
+def _walk(module: nn.Module, path: str, adapter: str) -> Iterator[tuple[str, torch.Tensor | None, WeightSource]]:
+    """For every weight under `module`: its name in the plain base model, its tensor unless it is merged, its
+    source."""
     if isinstance(module, (Linear, Embedding)):
         yield from _walk_lora(module, path, adapter)
     elif isinstance(module, ModulesToSaveWrapper):
@@ -71,26 +72,36 @@ def _walk(module: nn.Module, path: str, adapter: str) -> Iterator[tuple[str, tor
         raise _cannot_merge(module, path)
     else:
         for name, tensor in _own(module):
-            yield f"{path}{name}", tensor, Part.as_it_is(tensor)
+            yield f"{path}{name}", tensor, WeightSource.of_tensor(tensor)
         for name, child in module.named_children():
             yield from _walk(child, f"{path}{name}.", adapter)
 
 
-def _walk_lora(layer: Linear | Embedding, path: str, adapter: str) -> Iterator:
+def _walk_lora(
+    layer: Linear | Embedding, path: str, adapter: str
+) -> Iterator[tuple[str, torch.Tensor | None, WeightSource]]:
     adapted = adapter in layer.lora_A or adapter in layer.lora_embedding_A
     if adapted and layer.lora_bias[adapter] and layer.get_base_layer().bias is None:
         raise ValueError(
-            f'lora_sync="merged" cannot merge {path.rstrip(".")!r}: lora_bias=True trains a bias there, but the layer '
-            'has none to hold it. Use lora_sync="adapter".'
+            f'lora_sync="merged" cannot merge {path.rstrip(".")!r}: lora_bias=True trains a bias there, but the '
+            'layer itself has no bias. Use lora_sync="adapter".'
         )
-    sources = tuple(layer.parameters())
+    tensors = tuple(layer.parameters())
     for name, tensor in _own(layer.get_base_layer()):
         if adapted and name == "weight":
-            yield f"{path}{name}", None, Part(True, (tensor, *sources), lambda: _merged_weight(layer, adapter), tensor)
+            yield (
+                f"{path}{name}",
+                None,
+                WeightSource(True, (tensor, *tensors), lambda: _merged_weight(layer, adapter), tensor),
+            )
         elif adapted and name == "bias" and layer.lora_bias[adapter]:
-            yield f"{path}{name}", None, Part(True, (tensor, *sources), lambda: _merged_bias(layer, adapter), tensor)
+            yield (
+                f"{path}{name}",
+                None,
+                WeightSource(True, (tensor, *tensors), lambda: _merged_bias(layer, adapter), tensor),
+            )
         else:
-            yield f"{path}{name}", tensor, Part.as_it_is(tensor)
+            yield f"{path}{name}", tensor, WeightSource.of_tensor(tensor)
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,7 +13,7 @@ BLUE, ORANGE, GREEN, AMBER, VIOLET = "#0072b2", "#d55e00", "#009e73", "#e69f00",
 FRESH_TO_STALE = ("#d3e5f3", "#1f5f99")
 
 
-def picture_path(path: str | Path) -> Path:
+def image_path(path: str | Path) -> Path:
     """The file that a picture is saved as: `path`, with `.png` where it has no suffix.
 
     Raises:

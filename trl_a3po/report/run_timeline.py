@@ -23,7 +23,7 @@ def begin_timeline(args: A3POConfig, run: str | None, version: int, resumed: boo
     )
 
 
-class StepTimes(TrainerCallback):
+class TimelineCallback(TrainerCallback):
     """Writes a line for each optimizer step, and then what else has happened until then.
 
     Args:

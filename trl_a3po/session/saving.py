@@ -31,10 +31,10 @@ def written_whole(trainer, folder: Path) -> Iterator[None]:
     """
     team, policy_version = trainer._team, trainer.state.global_step
     try:
-        team.lead(lambda: checkpoint.begin(folder))
+        team.run_on_main(lambda: checkpoint.begin(folder))
         yield
         team.barrier()
-        team.lead(lambda: checkpoint.complete(folder, policy_version, trainer._session.run))
+        team.run_on_main(lambda: checkpoint.complete(folder, policy_version, trainer._session.run))
     except A3POError:
         raise
     except WRITE_ERRORS as error:
@@ -86,7 +86,7 @@ def save_run(trainer, folder: Path) -> None:
                 if value is not None
             },
         )
-    team.lead(lambda: _save_queue(trainer, folder, slices))
+    team.run_on_main(lambda: _save_queue(trainer, folder, slices))
 
 
 def settings(trainer) -> dict[str, Any]:

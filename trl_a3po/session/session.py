@@ -8,8 +8,8 @@ from typing import Any
 
 from trl_a3po.config import A3POConfig
 from trl_a3po.protocol.records import Group
-from trl_a3po.publish.adapter_or_merged import sent_spec
-from trl_a3po.publish.delivery import NUM_TEXTS, DeliveryCheck, KnownTokens, Policy
+from trl_a3po.publish.adapter_or_merged import published_spec
+from trl_a3po.publish.delivery import NUM_PROBES, DeliveryCheck, ProbeTokens, TrainedPolicy
 from trl_a3po.report.progress import told
 from trl_a3po.report.run_timeline import begin_timeline
 from trl_a3po.rewards.worker_pool import RewardWorkers
@@ -34,7 +34,7 @@ class Session:
         resumed: the state to go on from.
     """
 
-    def __init__(self, trainer, policy: Policy, resumed: RunState | None = None):
+    def __init__(self, trainer, policy: TrainedPolicy, resumed: RunState | None = None):
         args, version = trainer.args, trainer.state.global_step
         self._policy = policy
         self._states = PublishedStates(trainer)
@@ -99,7 +99,7 @@ class Session:
             sampled = self.queue.sample([p.token_ids for p in prompts], size, first_noise_key=self.evaluation_noise)
             self.evaluation_noise += len(prompts)
             groups = [Group(p, rollouts, None, version) for p, rollouts in zip(prompts, sampled, strict=True)]
-            scores = self._scorer.score_all(groups, trainer._team.keep_waiting)
+            scores = self._scorer.score_all(groups, trainer._team.send_heartbeat)
         self._evaluation.fill_in(groups, scores, len(trainer.reward_funcs))
         return groups
 
@@ -119,7 +119,7 @@ class Session:
 
     def measured_gaps(self) -> list[float]:
         """What the delivery checks since the last call found between engine and trainer: mean |Δ log-prob|."""
-        return [] if self._delivery is None else self._delivery.measured()
+        return [] if self._delivery is None else self._delivery.new_gaps()
 
     def close(self) -> None:
         """Stop everything; idempotent."""
@@ -135,21 +135,21 @@ class Session:
 
     def _start_engine(self, trainer, version: int) -> None:
         args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-        spec = sent_spec(args, model, engine_dtype(args, model, trainer.accelerator.mixed_precision))
+        spec = published_spec(args, model, engine_dtype(args, model, trainer.accelerator.mixed_precision))
         sampling = sampling_settings(args, trainer.generation_config)
         with told("starting the engine", not args.disable_tqdm), self.timeline.span("engine_start", version=version):
             self.engine.start(spec, sampling, self._policy.update(version, complete=True))
 
     def _check_delivery(self, args: A3POConfig, prompts: PromptStream, version: int) -> DeliveryCheck | None:
         """The check, made once; `None` where there is no prompt to make it with, and so nothing to sample."""
-        texts = max(NUM_TEXTS, len(args.engine_devices), len(args.vllm_server_urls or ()))  # one for each
-        known = [prompt.token_ids for prompt in prompts.peek(texts)]
-        if not known:
+        probes = max(NUM_PROBES, len(args.engine_devices), len(args.vllm_server_urls or ()))  # one for each
+        prompt_ids = [prompt.token_ids for prompt in prompts.peek(probes)]
+        if not prompt_ids:
             return None
         check = DeliveryCheck(
             self.engine,
             self._policy,
-            KnownTokens.after(known, args.max_completion_length),
+            ProbeTokens.of_prompts(prompt_ids, args.max_completion_length),
             temperature=args.temperature,
             every=args.delivery_check_steps,
             timeout=args.stall_timeout,
@@ -159,7 +159,7 @@ class Session:
 
     def _while_waiting(self, trainer) -> None:
         """What the main thread does every now and then while it waits for rollouts."""
-        trainer._team.keep_waiting()
+        trainer._team.send_heartbeat()
         # With the weights of another version there would be none to give.
         if self.published_version == trainer.state.global_step and self.engine.stats().awaits_publish:
             self.engine.publish(self._policy.update(self.published_version))

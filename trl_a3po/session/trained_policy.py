@@ -2,23 +2,23 @@
 
 import torch
 
-from trl_a3po.publish.adapter_or_merged import sent_parts
+from trl_a3po.publish.adapter_or_merged import published_sources
+from trl_a3po.publish.local_policy import LocalPolicy
 from trl_a3po.publish.partitioned import PartitionedPolicy
-from trl_a3po.publish.perturb import WholePolicy
 
 
-def trained_policy(trainer) -> WholePolicy | PartitionedPolicy:
+def trained_policy(trainer) -> LocalPolicy | PartitionedPolicy:
     """Made by every process, at the same place."""
     model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
-    parts = sent_parts(trainer.args, model)
+    sources = published_sources(trainer.args, model)
     if zero_stage(trainer) == 3:
 
         def forward(input_ids: torch.Tensor, length: int) -> torch.Tensor:
             ids = input_ids.to(accelerator.device)
             return trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), length)[0]
 
-        return PartitionedPolicy(trainer._team, model, parts(model), forward)
-    return WholePolicy(model, parts)
+        return PartitionedPolicy(trainer._team, model, sources(model), forward)
+    return LocalPolicy(model, sources)
 
 
 def zero_stage(trainer) -> int:

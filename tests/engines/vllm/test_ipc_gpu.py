@@ -14,9 +14,9 @@ from trl_a3po.engines.vllm.nccl import buckets
 from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
 from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.weights import WeightUpdate
-from trl_a3po.publish.collect import collect_weights, policy_parts, policy_spec
-from trl_a3po.publish.delivery import DeliveryCheck, KnownTokens
-from trl_a3po.publish.perturb import WholePolicy
+from trl_a3po.publish.collect import collect_weights, policy_sources, policy_spec
+from trl_a3po.publish.delivery import DeliveryCheck, ProbeTokens
+from trl_a3po.publish.local_policy import LocalPolicy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -77,8 +77,8 @@ def test_a_server_on_the_trainers_gpu_follows_it(vllm_python, tmp_path):
         sampling = SamplingSettings(32)
         engine.start(policy_spec(model, torch.bfloat16), sampling, collect_weights(model, 0, complete=True))
         assert isinstance(engine._publishing._link, IpcTransfer)
-        known = KnownTokens.after([list(range(100, 110)), list(range(200, 210))], 8)
-        policy = WholePolicy(model, policy_parts)
+        known = ProbeTokens.of_prompts([list(range(100, 110)), list(range(200, 210))], 8)
+        policy = LocalPolicy(model, policy_sources)
         DeliveryCheck(engine, policy, known, temperature=1.0, every=1, timeout=60).at_start(0)
     finally:
         engine.close()

@@ -18,9 +18,9 @@ from trl_a3po.engines.vllm.token_chunks import parse_answer
 from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
 from trl_a3po.errors import DeliveryError
 from trl_a3po.protocol.engine import GroupRequest, SamplingSettings
-from trl_a3po.publish.collect import collect_weights, policy_parts, policy_spec
-from trl_a3po.publish.delivery import DeliveryCheck, KnownTokens
-from trl_a3po.publish.perturb import WholePolicy
+from trl_a3po.publish.collect import collect_weights, policy_sources, policy_spec
+from trl_a3po.publish.delivery import DeliveryCheck, ProbeTokens
+from trl_a3po.publish.local_policy import LocalPolicy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -161,11 +161,11 @@ def test_a_publish_in_the_middle_of_rollouts_divides_them_at_the_token(
 def delivery_check(model, url, tmp_path, *, temperature=TEMPERATURE) -> None:
     """The check at start, of an engine at `TEMPERATURE`, by a trainer at `temperature`."""
     engine = VLLMEngine([url], folder=tmp_path, kept_versions=4)
-    known = KnownTokens.after([list(range(100, 110)), list(range(200, 210))], 8)
+    known = ProbeTokens.of_prompts([list(range(100, 110)), list(range(200, 210))], 8)
     try:
         sampling = SamplingSettings(8, temperature=TEMPERATURE, stop_token_ids=(2,))
         engine.start(policy_spec(model, torch.float32), sampling, collect_weights(model, 0, complete=True))
-        policy = WholePolicy(model, policy_parts)
+        policy = LocalPolicy(model, policy_sources)
         DeliveryCheck(engine, policy, known, temperature=temperature, every=1, timeout=60).at_start(0)
     finally:
         engine.close()

@@ -8,7 +8,7 @@ from textwrap import fill
 
 from matplotlib.figure import Figure
 
-from trl_a3po.report.chart_style import GREY, INK, picture_path, tidy_axes
+from trl_a3po.report.chart_style import GREY, INK, image_path, tidy_axes
 from trl_a3po.report.history_arrays import History, entries_with, step_limits, time_split, waiting_share
 from trl_a3po.report.panels import PANELS
 
@@ -23,7 +23,7 @@ def plot_run(log_history: History, path: str | Path, title: str | None = None) -
     Raises:
         ValueError: nothing that a panel needs was logged; `path` is a folder.
     """
-    path = picture_path(path)
+    path = image_path(path)
     figure = run_figure(log_history, title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

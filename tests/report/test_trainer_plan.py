@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import save_tiny_model, tiny_config, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.config.a3po_config import CHOICES
-from trl_a3po.report.plan import cache_numbers_per_token, trainer_plan
+from trl_a3po.models.attention_shape import kv_values_per_token
+from trl_a3po.report.trainer_plan import trainer_plan
 
 
 def config(**settings):
@@ -63,7 +64,7 @@ def test_the_cache_is_counted_as_the_model_allocates_it():
     model = AutoModelForCausalLM.from_config(tiny_config())
     cache = model(torch.tensor([[3, 4, 5]]), use_cache=True).past_key_values
     allocated = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
-    assert cache_numbers_per_token(model.config) * 3 == allocated
+    assert kv_values_per_token(model.config) * 3 == allocated
 
 
 def test_memory_counts_trained_parameters_only():

@@ -1,11 +1,11 @@
-"""Ragged completions on several processes: seconds a step with rows dealt by their cost, and as they come.
+"""Completions of unequal length on several processes: seconds per step with rows balanced by cost, and without.
 
-    torchrun --nproc_per_node 2 recipes/benchmarks/balancing.py                  # two GPUs, DDP, a 0.6B shape
-    torchrun --nproc_per_node 2 recipes/benchmarks/balancing.py --shape tiny     # on a CPU, to try the script
+    torchrun --nproc_per_node 2 recipes/benchmarks/balanced_training.py                  # two GPUs, DDP, a 0.6B shape
+    torchrun --nproc_per_node 2 recipes/benchmarks/balanced_training.py --shape tiny     # on a CPU, to try the script
 
-Only training is timed: completions are made up, of log-normal lengths (sigma 1, at most `--tokens`), with one
-straggler of ten times the median in every batch. Both arms train on the same completions; `cost` is the costliest
-process's over the mean, by `row_cost`.
+Only training is timed. The completions are synthetic, with log-normal lengths (sigma 1, at most `--tokens`) and one
+straggler of ten times the median length in every batch. Both arms train on the same completions. `cost` is the cost of
+the costliest process's share over the mean, by `row_cost`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 import trl_a3po.trainer
 from trl_a3po import A3POConfig, A3POTrainer
-from trl_a3po.distributed.rank_shares import dealt_rows, imbalance, row_cost
+from trl_a3po.distributed.rank_shares import balanced_rows, imbalance, row_cost
 from trl_a3po.protocol.engine import EngineStats, GroupFinished
 from trl_a3po.protocol.records import Rollout
 
@@ -34,8 +34,8 @@ SHAPES = {  # layers, hidden, intermediate, heads, key-value heads
 GENERATIONS, PROMPT = 8, 64
 
 
-class MadeUpEngine:
-    """An engine that has every completion at once, and knows nothing of the policy."""
+class SyntheticEngine:
+    """An engine that returns synthetic completions at once and ignores the policy."""
 
     def __init__(self, longest: int):
         self.longest, self.version, self.events = longest, 0, []
@@ -48,8 +48,8 @@ class MadeUpEngine:
 
     def submit(self, requests):
         for request in requests:
-            noise = random.Random(request.noise_key)
-            lengths = [min(self.longest, 1 + int(noise.lognormvariate(5.0, 1.0))) for _ in range(GENERATIONS)]
+            rng = random.Random(request.noise_key)
+            lengths = [min(self.longest, 1 + int(rng.lognormvariate(5.0, 1.0))) for _ in range(GENERATIONS)]
             if request.noise_key % 16 == 0:
                 lengths[0] = min(self.longest, 1480)  # the median is 148
             rollouts = [Rollout([5] * n, [-10.0] * n, [self.version] * n) for n in lengths]
@@ -73,7 +73,7 @@ class MadeUpEngine:
         pass
 
 
-class Steps(TrainerCallback):
+class StepClock(TrainerCallback):
     def __init__(self):
         self.seconds = []
 
@@ -86,18 +86,18 @@ class Steps(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.began)
 
 
-def run(arguments, dealt: bool) -> dict[str, float]:
+def run(arguments, balanced: bool) -> dict[str, float]:
     cpu = not torch.cuda.is_available()
     processes, costs, tokens = int(os.environ["WORLD_SIZE"]), [], []
 
     def measured(groups, processes, hidden_size):
-        rows = dealt_rows(groups, processes if dealt else 1, hidden_size)
+        rows = balanced_rows(groups, processes if balanced else 1, hidden_size)
         lengths = [len(group.prompt.token_ids) + len(group.rollouts[number].token_ids) for group, number in rows]
         costs.append(imbalance([row_cost(length, hidden_size) for length in lengths], processes))
         tokens.append(sum(lengths))
         return rows
 
-    trl_a3po.trainer.dealt_rows = measured
+    trl_a3po.trainer.balanced_rows = measured
     tokenizer = word_tokenizer()
     layers, hidden, intermediate, heads, key_value = SHAPES[arguments.shape]
     torch.manual_seed(0)
@@ -115,7 +115,7 @@ def run(arguments, dealt: bool) -> dict[str, float]:
         tie_word_embeddings=True,
     )
     model = Qwen3ForCausalLM(config).to(torch.float32 if cpu else torch.bfloat16)
-    steps = Steps()
+    clock = StepClock()
     with tempfile.TemporaryDirectory() as folder:
         args = A3POConfig(
             output_dir=folder,
@@ -124,7 +124,7 @@ def run(arguments, dealt: bool) -> dict[str, float]:
             num_generations=GENERATIONS,
             max_completion_length=arguments.tokens,
             max_steps=arguments.steps + 2,
-            engine=MadeUpEngine(arguments.tokens),
+            engine=SyntheticEngine(arguments.tokens),
             delivery_check_steps=0,
             use_cpu=cpu,
             ddp_backend="gloo" if cpu else "nccl",
@@ -141,22 +141,22 @@ def run(arguments, dealt: bool) -> dict[str, float]:
             args=args,
             train_dataset=Dataset.from_dict({"prompt": prompts}),
             processing_class=tokenizer,
-            callbacks=[steps],
+            callbacks=[clock],
         )
         trainer.train()
-    seconds = statistics.mean(steps.seconds[2:])
+    seconds = statistics.mean(clock.seconds[2:])
     return {"step": seconds, "tokens/s": statistics.mean(tokens[2:]) / seconds, "cost": statistics.mean(costs[2:])}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="0.6b" if torch.cuda.is_available() else "tiny")
-    parser.add_argument("--groups", type=int, default=16, help="groups of 8 completions a step")
-    parser.add_argument("--tokens", type=int, default=2048, help="longest completion")
-    parser.add_argument("--steps", type=int, default=8, help="measured steps, after two")
-    parser.add_argument("--json", help="write the numbers here")
+    parser.add_argument("--groups", type=int, default=16, help="groups of 8 completions per step")
+    parser.add_argument("--tokens", type=int, default=2048, help="most tokens of a completion")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps, after two warm-up steps")
+    parser.add_argument("--json", help="file to write the numbers to")
     arguments = parser.parse_args()
-    results = {name: run(arguments, name == "dealt") for name in ("as they come", "dealt")}
+    results = {name: run(arguments, name == "balanced") for name in ("as they come", "balanced")}
     if int(os.environ["RANK"]) == 0:
         for name, result in results.items():
             print(f"{arguments.shape}, {name}: " + "  ".join(f"{key} {value:.4g}" for key, value in result.items()))

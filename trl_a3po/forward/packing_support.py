@@ -1,7 +1,7 @@
-"""Which models and settings a packed row is right for.
+"""Which models and settings may use packed rows.
 
-Guarantees: a model is packed only when its type is known to be attention over positions and nothing else; every
-refusal is a sentence that says why and, where there is a way, what to set.
+Guarantees: a model is packed only when its type is known to use attention over positions and nothing else; every
+refusal is a sentence that says why and, where there is a remedy, what to set.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from trl_a3po.forward.attention import plain_implementation
 from trl_a3po.models.unwrap import base_model
 
 # Attention by position, nothing learned by index, no state but keys and values, log-probs of dense layers only. The
-# tests hold each of them against separate sequences.
+# tests compare each type with separate sequences.
 PACKABLE = ("cwm", "granite", "llama", "ministral", "mistral", "olmo2", "olmo3", "qwen2", "qwen3", "smollm3")
 
 
 def packing_refusal(model: torch.nn.Module, *, compiled: bool = False) -> str | None:
-    """Why `model`, unwrapped, is run padded; `None` if it can be packed."""
+    """Why the forwards of `model`, unwrapped, are padded; `None` if they can be packed."""
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         return f"peft_type={model.active_peft_config.peft_type} adds virtual tokens to every row"
     base = base_model(model)
@@ -26,12 +26,15 @@ def packing_refusal(model: torch.nn.Module, *, compiled: bool = False) -> str | 
     if config.model_type not in PACKABLE:
         return f"model_type={config.model_type!r} is not among those tested packed ({', '.join(PACKABLE)})"
     if not type(base).__module__.startswith("transformers."):
-        return f"{type(base).__name__} is a class of its own, whose forward is not known to be {config.model_type}'s"
+        return (
+            f"{type(base).__name__} is not a class of transformers, so its forward may differ from "
+            f"{config.model_type}'s"
+        )
     implementation = plain_implementation(config._attn_implementation)
     if implementation != "sdpa":
         return (
-            f"attn_implementation={implementation!r} is kept as it is: load the model with 'sdpa', which runs packed "
-            "rows on the FlashAttention kernels of torch where there is a GPU for them"
+            f"attn_implementation={implementation!r} is kept: load the model with 'sdpa', which runs packed rows on "
+            "torch's FlashAttention kernels where the GPU supports them"
         )
     if getattr(config, "attention_dropout", 0.0):
         return f"attention_dropout={config.attention_dropout} is not applied to packed rows: set it to 0"
@@ -39,7 +42,7 @@ def packing_refusal(model: torch.nn.Module, *, compiled: bool = False) -> str | 
         if rope.get("rope_type") in ("dynamic", "longrope"):
             return f"rope_type={rope['rope_type']!r} makes a position depend on the longest row of the batch"
     if compiled:
-        return "torch_compile=True would compile every new shape of a packed row again"
+        return "torch_compile=True would recompile for every new shape of a packed row"
     return None
 
 

@@ -1,7 +1,7 @@
 """Runs side by side in one picture: reward, staleness, where the time went, w and r; of one run its timeline too.
 
 Guarantees: a run has one colour everywhere; a run that did not log what a panel shows is left out of that panel, and
-the picture says so; `plot_run` of `report/plot.py` shows one run in more detail.
+the picture says so; `plot_run` of `report/plot_run.py` shows one run in more detail.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ from trl_a3po.report.chart_style import (
     RULE,
     dots,
     end_labels,
+    image_path,
     name_axes,
-    picture_path,
     tidy_axes,
 )
 from trl_a3po.report.gantt import LEGEND, PALE_AMBER, Lines, draw_gantt
@@ -51,7 +51,7 @@ def plot_runs(runs: Sequence[tuple[str, History]], path: str | Path, timeline: L
         ValueError: there are no runs, more than there are colours, or none logged what a panel needs; `path` is a
             folder.
     """
-    path = picture_path(path)
+    path = image_path(path)
     figure = runs_figure(runs, timeline)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

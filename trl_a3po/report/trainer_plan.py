@@ -1,0 +1,80 @@
+"""The plan of a run in words and numbers, before anything starts: the plan of the configuration, and memory of the
+model.
+
+Guarantees: pure functions; the memory is an estimate that leaves out activations.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from trl_a3po.config import A3POConfig
+from trl_a3po.config.plan import config_plan, table
+from trl_a3po.models.attention_shape import kv_values_per_token
+from trl_a3po.publish.weight_sources import full_shape
+
+GIB = 2**30
+ADAM_STATES = 2
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class MemorySplit:
+    """Over how many processes each part of the trainer's memory is partitioned."""
+
+    weights: int = 1
+    gradients: int = 1
+    optimizer_states: int = 1
+
+    @classmethod
+    def of(cls, processes: int, zero_stage: int) -> "MemorySplit":
+        """ZeRO-1 partitions the optimizer states, ZeRO-2 also the gradients, ZeRO-3 also the weights."""
+        return cls(*(processes if zero_stage >= stage else 1 for stage in (3, 2, 1)))
+
+
+def trainer_plan(
+    args: A3POConfig,
+    model: PreTrainedModel | nn.Module,
+    slots: int,
+    engine_bytes: int,
+    forward: str,
+    processes: int = 1,
+    zero_stage: int = 0,
+) -> str:
+    """The plan of the configuration, followed by the training forward and the memory of trainer and engine.
+
+    Args:
+        model: the unwrapped policy.
+        slots: completions that the engine decodes at a time.
+        engine_bytes: bytes of one number in the engine.
+        forward: how training forwards run, in words.
+        processes: number of processes that train; the memory is that of each.
+        zero_stage: stage of DeepSpeed ZeRO; 0 without DeepSpeed.
+    """
+    split = MemorySplit.of(processes, zero_stage)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weights = sum(full_shape(p).numel() * p.element_size() for p in model.parameters()) // split.weights
+    gradients = sum(full_shape(p).numel() * p.element_size() for p in trained) // split.gradients
+    states = ADAM_STATES * FP32_BYTES * sum(full_shape(p).numel() for p in trained) // split.optimizer_states
+    replica = engine_bytes * sum(full_shape(p).numel() for p in model.parameters())
+    cache = slots * kv_values_per_token(model.config) * args.max_completion_length * engine_bytes
+    layout = f"ZeRO-{zero_stage}" if zero_stage else "data parallel" if processes > 1 else "one process"
+    lines = {
+        "training forward": forward,
+        "trainers": f"{processes}, {layout}; the queue and the engine belong to the first"
+        if processes > 1
+        else layout,
+        "trainer memory": f"{_gib(weights + gradients + states)} (weights {_gib(weights)}, gradients "
+        f"{_gib(gradients)}, Adam {_gib(states)}), and activations",
+    }
+    if args.engine != "vllm":  # vLLM takes the share of a GPU that it is given
+        lines["engine memory"] = (
+            f"{_gib(2 * replica + cache)} (replica {_gib(replica)}, published copy {_gib(replica)}, "
+            f"cache of {slots} completions {_gib(cache)}), and the cache of their prompts"
+        )
+    return f"{config_plan(args)}\n{table(lines)}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
