@@ -67,7 +67,7 @@ class StartMeasurements:
         if not self.movement_error <= allowed:
             return (
                 f"A perturbed copy of the weights {moved} and the engine's by {self.engine_movement:.3g}, but not "
-                f"alike: token by token the two movements differ by {self.movement_error:.3g}, more than {allowed:.3g}."
+                f"alike: token by token they differ by {self.movement_error:.3g}, more than {allowed:.3g}."
             )
         if not self.restore_error <= allowed:
             return (
