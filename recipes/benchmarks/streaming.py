@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from trl_a3po.engines.vllm.pool import ServerPool
-from trl_a3po.engines.vllm.pooled_server import Publication
-from trl_a3po.engines.vllm.server import Facts, Server
+from trl_a3po.engines.vllm.pooled_server import ServedWeights
+from trl_a3po.engines.vllm.server import Server, ServerInfo
 from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettings
 
 ROLLOUTS = 8  # of a group
@@ -101,11 +101,11 @@ def main():
         server = subprocess.Popen([sys.executable, __file__, *options], stdout=subprocess.PIPE)
         server.stdout.readline()
         sampling = SamplingSettings(arguments.tokens)
-        pool = ServerPool([Server(f"unix://{path}")], sampling, streams=True, request_limit=600.0)
+        pool = ServerPool([Server(f"unix://{path}")], sampling, streams=True, request_timeout=600.0)
         try:
             (member,) = pool.members
-            pool.admit(member, Facts("0.31.0", "policy", 1 << 20, max_num_seqs=1 << 12))
-            pool.set_publication(Publication(0, "", ""), [member])
+            pool.admit(member, ServerInfo("0.31.0", "policy", 1 << 20, max_num_seqs=1 << 12))
+            pool.set_served_weights(ServedWeights(0, "", ""), [member])
             measure(pool, 1, first=0)  # starts what is started once
             cpu, seconds = measure(pool, arguments.groups, first=1)
         finally:

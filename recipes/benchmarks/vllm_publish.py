@@ -193,9 +193,9 @@ def train_grpo(arguments, one_gpu: bool) -> dict[str, float]:
 def serving(arguments, folder: Path, context: int) -> Iterator[str]:
     """The URL of a server on the second GPU that GRPOTrainer can send weights to."""
     from trl_a3po.engines.vllm.server_process import ServerProcess
-    from trl_a3po.engines.vllm.startup import Needs
+    from trl_a3po.engines.vllm.startup import ServerRequirements
 
-    needs = Needs(
+    requirements = ServerRequirements(
         str(folder),
         "bfloat16",
         context,
@@ -206,7 +206,7 @@ def serving(arguments, folder: Path, context: int) -> Iterator[str]:
     )
     log = folder.parent / "server.log"
     gpu, port = torch.device("cuda:1"), get_free_port()
-    server = ServerProcess(arguments.vllm_python, needs, gpu, log, threads=None, max_restarts=0, port=port)
+    server = ServerProcess(arguments.vllm_python, requirements, gpu, log, threads=None, max_restarts=0, port=port)
     server.start()
     try:
         server.wait_until_ready(arguments.limit)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.engines.transformers.running import is_buried, is_gone, until
+from tests.engines.transformers.running import is_gone, is_reaped, until
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Rollout, Score
 from trl_a3po.rewards.worker_pool import RewardWorkers
@@ -202,7 +202,7 @@ def test_a_hanging_function_is_killed_its_group_rejected_and_the_next_scored(sta
     with caplog.at_level(logging.WARNING):
         verdict = workers(group(7, target="hang"))
     assert verdict == Rejection("reward timeout in 'reward0'")
-    assert is_buried(int(hung)) and (workers.timeouts, workers.crashes) == (1, 0)
+    assert is_reaped(int(hung)) and (workers.timeouts, workers.crashes) == (1, 0)
     assert "Prompt 7: reward timeout in 'reward0'" in caplog.text
     assert " in reward\n" in caplog.text  # where it hung
     again = workers(group(target="reward"))
@@ -285,7 +285,7 @@ def test_close_ends_idle_and_busy_workers_and_those_who_wait(started):
         for future in waiting:
             with pytest.raises(RewardError, match="closed"):
                 future.result(30)
-    assert int(first) in processes and all(map(is_buried, processes))
+    assert int(first) in processes and all(map(is_reaped, processes))
     workers.close()
     with pytest.raises(RewardError, match="closed"):
         workers(group(target="reward"))
@@ -296,7 +296,7 @@ def test_close_ends_workers_that_are_idle_or_still_loading(started):
     processes = [worker.process.pid for worker in workers._idle]
     workers(group(target="reward"))
     workers.close()
-    assert len(processes) == 2 and all(map(is_buried, processes))
+    assert len(processes) == 2 and all(map(is_reaped, processes))
 
 
 OWNER = """

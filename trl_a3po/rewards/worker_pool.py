@@ -21,13 +21,13 @@ from trl_a3po.errors import RewardError, StallError
 from trl_a3po.protocol.records import Group, Rejection, Score
 from trl_a3po.rewards.messages import pickled_functions, pickled_group, unpickled_score
 from trl_a3po.rewards.scorer import is_async, wait_for_result
-from trl_a3po.rewards.worker_process import ABORT_SECONDS, RewardProcess, WorkerGone
+from trl_a3po.rewards.worker_process import ABORT_TIMEOUT, RewardProcess, WorkerGone
 from trl_a3po.workers.process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
 MODULE = "trl_a3po.rewards.worker"
-CLOSE_SECONDS = 1.0  # for idle workers to leave by themselves
+CLOSE_TIMEOUT = 1.0  # seconds for idle workers to end by themselves
 
 
 class RewardWorkers:
@@ -163,11 +163,11 @@ class RewardWorkers:
             self._changed.notify_all()
         for worker in idle:
             worker.process.channel.shutdown()
-        deadline = time.monotonic() + CLOSE_SECONDS
+        deadline = time.monotonic() + CLOSE_TIMEOUT
         for worker in idle:
-            worker.process.bury(max(0.0, deadline - time.monotonic()))
+            worker.process.reap(max(0.0, deadline - time.monotonic()))
         with self._changed:
-            self._changed.wait_for(lambda: not self._busy, CLOSE_SECONDS + ABORT_SECONDS)
+            self._changed.wait_for(lambda: not self._busy, CLOSE_TIMEOUT + ABORT_TIMEOUT)
         self._starter.shutdown(wait=False)
 
     def _result(self, future: "Future[Score | Rejection]", while_waiting: Callable[[], None]) -> Score | Rejection:
@@ -198,7 +198,7 @@ class RewardWorkers:
         missing = [column for column in [*self._in_turn, *self._together] if column not in gone.columns]
         running = [column for column in missing if column in self._in_turn][:1] or missing
         names = " and ".join(repr(self._names[column]) for column in running) or "its last step"
-        reason = f"reward timeout in {names}" if gone.overdue else f"reward worker died in {names} ({gone.end})"
+        reason = f"reward timeout in {names}" if gone.overdue else f"reward worker died in {names} ({gone.how})"
         logger.warning(
             "Prompt %d: %s%s; %s. The worker printed:\n%s",
             group.prompt.index,
@@ -207,7 +207,7 @@ class RewardWorkers:
             "the group is rejected"
             if self._on_timeout is None
             else f"each missing reward is reward_on_timeout={self._on_timeout:g}",
-            worker.process.last_words or "(nothing)",
+            worker.process.output_tail or "(nothing)",
         )
         if self._on_timeout is None:
             return Rejection(reason, self._remedy(gone))
@@ -247,7 +247,7 @@ class RewardWorkers:
             if not closed:
                 self._idle.append(free)
         if closed:
-            free.end(0.0)
+            free.end()
         with self._changed:
             self._busy.discard(worker)
             self._changed.notify_all()

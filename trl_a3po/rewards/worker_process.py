@@ -1,18 +1,17 @@
-"""One reward worker as the training process sees it: loading the functions, scoring a group, its end.
+"""One reward worker as the training process sees it: loading the functions, scoring a group, and its end.
 
-Guarantees: a worker answers, or is ended and says how; what a function raised comes with the worker's traceback.
+Guarantees: a call of a worker gives an answer or an error that says how the worker ended, and then the process has
+ended; an error of a reward function comes with the worker's traceback.
 """
 
 import time
-from collections.abc import Iterator
 
 from trl_a3po.errors import RewardError
-from trl_a3po.workers.listener import Listener
 from trl_a3po.workers.process import WorkerProcess
+from trl_a3po.workers.reading import WorkerEnded, WorkerUnusable, read_messages
 
-START_SECONDS = 300.0  # for the imports of the functions
-ABORT_SECONDS = 1.0  # for the last words of an overdue worker
-TICK = 0.2
+START_TIMEOUT = 300.0  # seconds for a worker to import and load the functions
+ABORT_TIMEOUT = 1.0  # seconds for an overdue worker to print its stacks
 
 
 class RewardTraceback(Exception):
@@ -20,28 +19,32 @@ class RewardTraceback(Exception):
 
 
 class WorkerGone(Exception):
-    """The worker is gone: overdue, or dead by itself.
+    """The worker has ended before it scored a group.
 
-    `end` is how it ended, `columns` the rewards it had reported, `seconds` since it was given the group.
+    Args:
+        overdue: it was ended because it had not answered in time.
+        how: how the process ended.
+        columns: the rewards it had reported, by column.
+        seconds: time since it was given the group.
     """
 
-    def __init__(self, overdue: bool, end: str, columns: dict[int, list[float]], seconds: float):
+    def __init__(self, overdue: bool, how: str, columns: dict[int, list[float]], seconds: float) -> None:
         self.overdue = overdue
-        self.end = end
+        self.how = how
         self.columns = columns
         self.seconds = seconds
 
 
 class RewardProcess:
-    """A process that loads the functions it is given, and then scores groups. One thread at a time has it.
+    """A process that loads reward functions and then scores groups. One thread at a time may use it.
 
     Args:
-        process: started with the module `reward_worker`.
-        functions: `pickled_functions`.
-        names: of the functions.
+        process: a process that runs the module `trl_a3po.rewards.worker`.
+        functions: what `pickled_functions` returned.
+        names: a name per function.
     """
 
-    def __init__(self, process: WorkerProcess, functions: bytes, names: list[str]):
+    def __init__(self, process: WorkerProcess, functions: bytes, names: list[str]) -> None:
         self.process = process
         self.ended = False
         self._ready = False
@@ -51,18 +54,18 @@ class RewardProcess:
         """Return when the functions are loaded.
 
         Raises:
-            RewardError: they cannot be, or the worker has ended meanwhile.
+            RewardError: the functions cannot be loaded, or the worker ended while it loaded them.
         """
         if self._ready:
             return
         try:
-            message = next(self._messages(START_SECONDS))
-        except (TimeoutError, EOFError) as reason:
-            end = self.end(0.0)
-            late = f"was not ready after {START_SECONDS:g} seconds"
+            message = next(read_messages(self.process, timeout=START_TIMEOUT))
+        except (TimeoutError, WorkerEnded, WorkerUnusable) as reason:
+            how = self._end(reason)
+            late = f"was not ready after {START_TIMEOUT:g} seconds"
             raise RewardError(
-                f"A reward worker {late if isinstance(reason, TimeoutError) else f'ended ({end})'} while it loaded "
-                f"the reward functions. It printed:\n{self.process.last_words or '(nothing)'}"
+                f"A reward worker {late if isinstance(reason, TimeoutError) else f'ended ({how})'} while it loaded "
+                f"the reward functions. It printed:\n{self.process.output_tail or '(nothing)'}"
             ) from None
         if message[0] == "failed":
             raise RewardError(f"{message[1]} Set reward_workers=0.") from RewardTraceback(message[2])
@@ -76,9 +79,10 @@ class RewardProcess:
             WorkerGone: `timeout` seconds have passed, or the worker died.
         """
         self.process.channel.send(group)
-        began, columns = time.monotonic(), {}
+        began = time.monotonic()
+        columns: dict[int, list[float]] = {}
         try:
-            for message in self._messages(timeout):
+            for message in read_messages(self.process, timeout=timeout):
                 match message:
                     case ("column", column, values):
                         columns[column] = values
@@ -86,40 +90,22 @@ class RewardProcess:
                         return score
                     case ("failed", what, traceback):
                         raise RewardError(what) from RewardTraceback(traceback)
-        except (TimeoutError, EOFError) as reason:
+        except (TimeoutError, WorkerEnded, WorkerUnusable) as reason:
             overdue = isinstance(reason, TimeoutError)
-            end = self.end(ABORT_SECONDS if overdue else 0.0, abort=overdue)
-            raise WorkerGone(overdue, end, columns, time.monotonic() - began) from None
-        raise AssertionError("a worker's messages have no end")
+            how = self._end(reason, abort=overdue)
+            raise WorkerGone(overdue, how, columns, time.monotonic() - began) from None
+        raise AssertionError("read_messages ends with an exception")
 
-    def end(self, grace: float, *, abort: bool = False) -> str:
-        """End the process and free what it held; how it ended. `abort` has it print where it is first."""
-        if self.ended:
-            return "it was ended before"
+    def end(self) -> None:
+        """Kill the process and free what it held. Idempotent."""
+        if not self.ended:
+            self._end(None)
+
+    def _end(self, reason: Exception | None, *, abort: bool = False) -> str:
+        """End the process. Returns how it ended. With `abort`, it prints the stacks of its threads first."""
         self.ended = True
         self.process.shows_output = False
         if abort:
             self.process.abort()
-        return self.process.bury(grace)
-
-    def _messages(self, timeout: float | None) -> Iterator[tuple]:
-        """What the worker says from now on, without an end.
-
-        Raises:
-            TimeoutError: `timeout` seconds have passed.
-            EOFError: the worker has ended, and said nothing more.
-        """
-        channel = self.process.channel
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with Listener(self.process) as listener:
-            while True:
-                flushed = channel.flush()
-                ended = self.process.ended  # a child of its own may keep the socket open
-                left = TICK if deadline is None else deadline - time.monotonic()
-                listener.wait(0.0 if ended else max(0.0, min(TICK, left)), flushed=flushed)
-                messages = channel.receive()
-                yield from messages
-                if ended and not messages:
-                    raise EOFError
-                if left <= 0:
-                    raise TimeoutError
+        fault = str(reason) if isinstance(reason, WorkerUnusable) else None
+        return self.process.reap(ABORT_TIMEOUT if abort else 0.0, fault=fault)

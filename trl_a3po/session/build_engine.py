@@ -115,7 +115,7 @@ def _vllm_engine(args: A3POConfig, device: torch.device) -> VLLMEngine:
         threads=args.engine_threads,
         max_restarts=args.engine_restarts,
         # A server of its own has to load first.
-        start_limit=args.vllm_server_timeout if args.vllm_server_urls else max(args.vllm_server_timeout, 600.0),
-        request_limit=args.stall_timeout,
-        outage_limit=args.vllm_outage_timeout,
+        start_timeout=args.vllm_server_timeout if args.vllm_server_urls else max(args.vllm_server_timeout, 600.0),
+        request_timeout=args.stall_timeout,
+        outage_timeout=args.vllm_outage_timeout,
     )

@@ -1,7 +1,8 @@
-"""Messages between the engine and its worker over a socket pair: in order, whole, and never blocking by themselves.
+"""Messages between this process and a worker over a socket pair: whole, in order, and without blocking.
 
-Guarantees: `send` returns at once, keeping what the socket does not take yet; `receive` returns only whole messages;
-the end of the other side is seen after its last whole message. Each side trusts the other: messages are pickles.
+Guarantees: `send` returns at once and keeps what the socket does not take yet; `receive` returns only whole messages;
+the end of the other side, or bytes that are not a message, are reported after the last whole message. Each side trusts
+the other: messages are pickles.
 """
 
 import contextlib
@@ -9,24 +10,32 @@ import pickle
 import select
 import socket
 import struct
+import threading
 from collections import deque
 from typing import Any
 
-_LENGTH = struct.Struct("!Q")
-_CHUNK = 1 << 20
+_HEADER = struct.Struct("!4sQ")  # the magic bytes and the length of the pickle behind them
+_MAGIC = b"a3po"
+_CHUNK_BYTES = 1 << 20
 POLL_SECONDS = 3600.0
 
 
-class Channel:
-    """One end. Sending and receiving may happen in different threads; two sends at once need a lock around them."""
+class UnreadableMessage(Exception):
+    """The other side sent bytes that are not a message."""
 
-    def __init__(self, end: socket.socket):
+
+class Channel:
+    """One end of a socket pair. Any thread may send; only one thread at a time may receive."""
+
+    def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._socket = end
         self._incoming = bytearray()
-        self._outgoing = bytearray()
-        self._received: deque[Any] = deque()  # by `receive_one`, for later
+        self._received: deque[Any] = deque()  # messages that `receive_one` has left for later calls
         self._ended = False
+        self._unreadable = False
+        self._sending = threading.Lock()  # guards `_outgoing`
+        self._outgoing = bytearray()
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -34,16 +43,85 @@ class Channel:
     def send(self, message: Any) -> None:
         """Queue `message` and send what the socket takes now."""
         payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._outgoing += _LENGTH.pack(len(payload))
-        self._outgoing += payload
-        self.flush()
+        with self._sending:
+            self._outgoing += _HEADER.pack(_MAGIC, len(payload))
+            self._outgoing += payload
+            self._flush()
 
     def flush(self) -> bool:
-        """Send what the socket takes now; whether everything has gone. A dead receiver counts as gone: `receive`
-        is where its end is noticed."""
+        """Send what the socket takes now. Returns whether everything has been sent.
+
+        Messages to a receiver that has ended count as sent: `receive` is where its end is reported.
+        """
+        with self._sending:
+            return self._flush()
+
+    def drain(self) -> None:
+        """Wait until everything has been sent, which takes as long as the other side takes to read it."""
+        while not self.flush():
+            poller = select.poll()
+            poller.register(self._socket, select.POLLOUT)
+            poller.poll()
+
+    def poll(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for something to receive. Returns whether there is anything."""
+        if self._received:
+            return True
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(timeout * 1000))
+
+    def receive(self) -> list[Any]:
+        """The whole messages that have arrived; `[]` if none has.
+
+        Raises:
+            EOFError: the other side has ended, and every message it sent has been returned.
+            UnreadableMessage: the other side sent bytes that are not a message, and every message before them has
+                been returned.
+        """
+        self._read_socket()
+        messages = list(self._received)
+        self._received.clear()
+        while not self._unreadable and len(self._incoming) >= _HEADER.size:
+            magic, length = _HEADER.unpack_from(self._incoming)
+            end = _HEADER.size + length
+            if magic == _MAGIC and len(self._incoming) < end:
+                break
+            try:
+                if magic != _MAGIC:
+                    raise pickle.UnpicklingError("the magic bytes are missing")
+                messages.append(pickle.loads(bytes(self._incoming[_HEADER.size : end])))
+            except Exception:  # unpickling arbitrary bytes raises whatever the bytes lead to
+                self._unreadable = True
+            del self._incoming[:end]
+        if messages:
+            return messages
+        if self._unreadable:
+            raise UnreadableMessage("the other side sent bytes that are not a message")
+        if self._ended:
+            raise EOFError("the other side has ended")
+        return messages
+
+    def receive_one(self) -> Any:
+        """The next message, waiting for it. Messages that arrive with it are kept for later calls. Raises as `receive`
+        does."""
+        while not self._received:
+            self.poll(POLL_SECONDS)
+            self._received.extend(self.receive())
+        return self._received.popleft()
+
+    def shutdown(self) -> None:
+        """End both directions; a thread that waits on this end wakes up."""
+        with contextlib.suppress(OSError):  # the other side may have ended first
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _flush(self) -> bool:
         while self._outgoing:
             try:
-                sent = self._socket.send(memoryview(self._outgoing)[:_CHUNK])
+                sent = self._socket.send(memoryview(self._outgoing)[:_CHUNK_BYTES])
             except BlockingIOError:
                 return False
             except (BrokenPipeError, ConnectionResetError):
@@ -52,57 +130,14 @@ class Channel:
             del self._outgoing[:sent]
         return True
 
-    def drain(self) -> None:
-        """Wait until everything has gone, which takes as long as the other side takes to read it."""
-        while not self.flush():
-            poller = select.poll()
-            poller.register(self._socket, select.POLLOUT)
-            poller.poll()
-
-    def poll(self, timeout: float) -> bool:
-        """Whether there is something to receive, waiting up to `timeout` seconds for it."""
-        if self._received:
-            return True
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        return bool(poller.poll(timeout * 1000))
-
-    def receive(self) -> list[Any]:
-        """The whole messages that have arrived; `[]` if none has. Raises `EOFError` once the other side has ended and
-        everything it sent was returned."""
+    def _read_socket(self) -> None:
+        """Take over the bytes that have arrived."""
         while not self._ended:
             try:
-                chunk = self._socket.recv(_CHUNK)
+                chunk = self._socket.recv(_CHUNK_BYTES)
             except BlockingIOError:
-                break
+                return
             except ConnectionResetError:
                 chunk = b""
             self._ended = not chunk
             self._incoming += chunk
-        messages = list(self._received)
-        self._received.clear()
-        while len(self._incoming) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._incoming)[0]
-            if len(self._incoming) < end:
-                break
-            messages.append(pickle.loads(bytes(self._incoming[_LENGTH.size : end])))
-            del self._incoming[:end]
-        if self._ended and not messages:
-            raise EOFError("the other side has ended")
-        return messages
-
-    def receive_one(self) -> Any:
-        """The next message, waiting for it; any that arrived with it are kept for the next calls. Raises as
-        `receive`."""
-        while not self._received:
-            self.poll(POLL_SECONDS)
-            self._received.extend(self.receive())
-        return self._received.popleft()
-
-    def shutdown(self) -> None:
-        """End both directions; a thread that waits on this end wakes up."""
-        with contextlib.suppress(OSError):  # the other side may have been faster
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()

@@ -1,7 +1,7 @@
-"""One worker process as its parent sees it: how it is started, its last words, its end.
+"""One worker process as its parent sees it: how it is started, what it prints, and how it ends.
 
 Guarantees: the worker inherits the parent's environment and import path but no part of a distributed job's identity;
-what it prints is kept (the last 8 KiB); `bury` leaves no zombie, no open file, and nothing that the worker started.
+the last 8 KiB of its output are kept; `reap` leaves no zombie, no open file, and no process of the worker's group.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ import sys
 
 from trl_a3po.workers.channel import Channel
 
-_TAIL = 8192
+_TAIL_BYTES = 8192
 
-# What torchrun, accelerate and deepspeed tell a rank about itself. A worker is no rank.
+# What torchrun, accelerate and deepspeed tell a rank about itself. A worker is not a rank.
 _RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -36,15 +36,16 @@ _RANK_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "DEEPSPEED_", "PET_",
 
 
 class WorkerProcess:
-    """A started worker. `channel` is our end of its socket, `output_fd` what it prints (non-blocking).
+    """A started worker. `channel` is the parent's end of its socket; `output_fd` reads what it prints, without
+    blocking.
 
-    Start it from a thread that outlives it: Linux ends the worker when the thread that started it ends.
+    Start a worker from a thread that outlives it: Linux ends the worker when the thread that started it ends.
 
     Args:
-        module: what the worker runs, as `python -m module SOCKET PARENT`; it calls `parents_channel` first.
-        inherit_fds: open files that it inherits.
-        threads: its CPU threads, `None` for those of the environment.
-        shows_output: what it prints is printed here too, when `read_output` gets it.
+        module: the module that the worker runs, as `python -m module SOCKET PARENT`; it calls `parents_channel` first.
+        inherit_fds: open files that the worker inherits.
+        threads: the worker's CPU threads; `None` leaves them to the environment.
+        shows_output: also print the worker's output in this process, when `read_output` reads it.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class WorkerProcess:
         inherit_fds: tuple[int, ...] = (),
         threads: int | None = None,
         shows_output: bool = False,
-    ):
+    ) -> None:
         self.shows_output = shows_output
         ours, theirs = socket.socketpair()
         self.output_fd, output = os.pipe()
@@ -62,7 +63,7 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
-                    "-P",  # the folder we stand in must not shadow a library
+                    "-P",  # the working directory must not shadow a library
                     "-m",
                     module,
                     str(theirs.fileno()),
@@ -91,7 +92,7 @@ class WorkerProcess:
         return self._process.poll() is not None
 
     def read_output(self) -> bool:
-        """Keep what was printed since the last call; `False` when there will be no more."""
+        """Keep what was printed since the last call. Returns `False` when there will be no more output."""
         while True:
             try:
                 chunk = os.read(self.output_fd, 65536)
@@ -99,39 +100,49 @@ class WorkerProcess:
                 return True
             if not chunk:
                 return False
-            self._tail = (self._tail + chunk)[-_TAIL:]
+            self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
             if self.shows_output:
                 sys.stdout.write(chunk.decode(errors="replace"))
                 sys.stdout.flush()
 
     @property
-    def last_words(self) -> str:
+    def output_tail(self) -> str:
+        """The end of what the worker has printed."""
         return self._tail.decode(errors="replace").strip()
 
-    def bury(self, grace: float) -> str:
-        """End the process if it does not within `grace` seconds, free what it held, and say how it ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace)
+    def reap(self, timeout: float, *, fault: str | None = None) -> str:
+        """Wait up to `timeout` seconds for the process to end, kill it otherwise, and free what it held.
+
+        Args:
+            fault: kill the process at once because of this; it completes a sentence that begins with "The worker".
+
+        Returns:
+            How the process ended, such as "exit code 1".
+        """
+        if fault is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout)
         self.kill()
         self._process.wait()
         self.read_output()
         os.close(self.output_fd)
         self.channel.close()
-        return _how_it_ended(self._process.returncode)
+        return _how_it_ended(self._process.returncode) if fault is None else f"killed because it {fault}"
 
     def abort(self) -> None:
-        """End the process so that it prints the stack of every thread, if it still can."""
+        """Send the process SIGABRT, upon which it prints the stack of every thread, if it still can."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGABRT)
 
     def kill(self) -> None:
-        """Kill the process and what it started, as far as that stayed in its group."""
+        """Kill the process and every process it started that is still in its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def worker_environment(threads: int | None) -> dict[str, str]:
-    """Environment of a worker: ours, without a rank's identity, with our import path, quiet."""
+    """The environment of a worker: this process's environment and import path without a rank's identity, and with
+    progress bars and warnings off."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -140,7 +151,7 @@ def worker_environment(threads: int | None) -> dict[str, str]:
     environment |= {
         "PYTHONPATH": os.pathsep.join(_import_path()),
         "PYTHONFAULTHANDLER": "1",
-        "PYTHONUNBUFFERED": "1",  # last words get out whatever the end
+        "PYTHONUNBUFFERED": "1",  # the last output gets out, however the worker ends
         "PYTHONWARNINGS": "ignore",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
@@ -154,31 +165,31 @@ def worker_environment(threads: int | None) -> dict[str, str]:
 
 
 def _import_path() -> list[str]:
-    """Ours, behind the standard library: a `queue.py` beside a notebook hides nothing from the notebook, which had
-    imported the library's before."""
+    """This process's import path, behind the standard library. A notebook imports the standard library's `queue`
+    before a `queue.py` in its folder could hide it; a worker must find the same module."""
     library = os.path.dirname(os.__file__)
     paths = [library, os.path.join(library, "lib-dynload")]
     for path in sys.path:
-        with contextlib.suppress(FileNotFoundError):  # the folder we stand in was removed
+        with contextlib.suppress(FileNotFoundError):  # the working directory was removed
             paths.append(path or os.getcwd())
     return list(dict.fromkeys(paths))
 
 
 def parents_channel() -> Channel:
-    """Called first by a worker: its end of the socket it was started with. From here on it ends with its parent."""
+    """The worker's end of the socket, which a worker asks for first. From here on the worker ends with its parent."""
     _end_with(int(sys.argv[2]))
     return Channel(socket.socket(fileno=int(sys.argv[1])))
 
 
 def _end_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent ends, whatever it is at. Elsewhere the end of the socket ends it,
-    when it next looks."""
+    """Ask Linux to kill this process when its parent ends. On other systems the process ends when it next reads the
+    socket and finds the other side closed."""
     if sys.platform != "linux":
         return
     set_parent_death_signal = 1
     if ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # the parent ended before the request
         os._exit(0)
 
 

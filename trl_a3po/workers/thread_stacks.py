@@ -1,4 +1,4 @@
-"""Where every thread of this process is, for a report. Imports nothing heavy: reward workers have it too."""
+"""The stack of every thread, for error reports. Imports nothing heavy, because reward workers import it too."""
 
 import sys
 import threading

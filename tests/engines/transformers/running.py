@@ -10,12 +10,12 @@ from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
 from trl_a3po.protocol.engine import EngineEvent
 from trl_a3po.publish.collect import collect_weights, policy_spec
 
-LIMIT = 60.0
+TIMEOUT = 60.0
 
 
 def started(model, max_new_tokens: int, **changes) -> TransformersEngine:
     """An engine that samples from `model` as version 0."""
-    engine = TransformersEngine(**{"slots": 4, "threads": 1, "start_timeout": LIMIT, **changes})
+    engine = TransformersEngine(**{"slots": 4, "threads": 1, "start_timeout": TIMEOUT, **changes})
     engine.start(policy_spec(model, torch.float32), settings(max_new_tokens), collect_weights(model, 0, complete=True))
     return engine
 
@@ -23,7 +23,7 @@ def started(model, max_new_tokens: int, **changes) -> TransformersEngine:
 def events_of(engine: TransformersEngine, request_ids) -> dict[int, EngineEvent]:
     """The one event of each request; fails on a second event, a stranger's event, or none in time."""
     awaited, events = set(request_ids), {}
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + TIMEOUT
     while awaited - set(events):
         assert time.monotonic() < deadline, f"no event for {awaited - set(events)}: {engine.stats()}"
         for event in engine.wait(1.0):
@@ -34,14 +34,14 @@ def events_of(engine: TransformersEngine, request_ids) -> dict[int, EngineEvent]
 
 
 def until(condition) -> None:
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.02)
 
 
 def is_gone(pid: int) -> bool:
-    """Whether the process has ended; one that only waits to be buried by somebody else's init has."""
+    """Whether the process has ended; one that only waits to be reaped by somebody else's init has."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] == "Z"
@@ -49,7 +49,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def is_buried(pid: int) -> bool:
+def is_reaped(pid: int) -> bool:
     return not os.path.exists(f"/proc/{pid}")
 
 

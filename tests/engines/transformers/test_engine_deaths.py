@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.engines.transformers.running import LIMIT, events_of, is_buried, is_gone, started, train, until
+from tests.engines.transformers.running import TIMEOUT, events_of, is_gone, is_reaped, started, train, until
 from tests.engines.transformers.tiny_models import gap, prompts, request, settings, tiny_model
 from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
 from trl_a3po.errors import EngineError
@@ -75,8 +75,8 @@ def test_requests_of_a_killed_worker_fail_once_with_the_reason_and_a_warning(sur
     events = events_of(survivor.engine, [one.request_id for one in requests]).values()
     reasons = [event.reason for event in events if isinstance(event, GroupFailed)]
     assert reasons and all("SIGKILL" in reason for reason in reasons)
-    assert is_buried(pid)
-    assert any("is started again, 1 of max_restarts=" in message for message in caplog.messages)
+    assert is_reaped(pid)
+    assert any("is being restarted, restart 1 of max_restarts=" in message for message in caplog.messages)
 
 
 def test_requests_and_weights_that_come_during_a_restart_are_served(survivor):
@@ -112,7 +112,7 @@ def test_a_worker_that_hangs_is_named_by_publish_and_blocks_no_submit(survivor):
     assert all(isinstance(event, GroupFinished) for event in events.values())
 
 
-def test_close_buries_the_worker_and_ends_every_wait(survivor):
+def test_close_reaps_the_worker_and_ends_every_wait(survivor):
     engine = survivor.engine
     pid = engine.worker_pid
     with open(f"/proc/{pid}/maps") as maps:
@@ -121,10 +121,10 @@ def test_close_buries_the_worker_and_ends_every_wait(survivor):
     survivor.submitted(prompts(2))
     engine.close()
     engine.close()
-    assert is_buried(pid)
+    assert is_reaped(pid)
     with pytest.raises(EngineError, match="closed"):
         while True:
-            engine.wait(LIMIT)
+            engine.wait(TIMEOUT)
 
 
 def test_after_max_restarts_every_request_has_its_event_and_wait_raises():
@@ -139,12 +139,12 @@ def test_after_max_restarts_every_request_has_its_event_and_wait_raises():
         events = []
         with pytest.raises(EngineError, match=r"max_restarts=1 times"):
             while True:
-                events += engine.wait(LIMIT)
+                events += engine.wait(TIMEOUT)
         assert [event.request_id for event in events] == [0, 1]
         assert all(isinstance(event, GroupFailed) for event in events)
         with pytest.raises(EngineError, match="max_restarts=1"):
             engine.submit([request(2, (1, 2))])
-        assert is_buried(first) and is_buried(second)
+        assert is_reaped(first) and is_reaped(second)
     finally:
         engine.close()
 
@@ -164,7 +164,7 @@ def test_a_forgotten_engine_leaves_no_worker():
     pid = engine.worker_pid
     del engine
     gc.collect()
-    until(lambda: is_buried(pid))
+    until(lambda: is_reaped(pid))
 
 
 SCRIPT = """
@@ -205,7 +205,7 @@ def test_a_script_without_a_main_guard_samples_from_a_class_of_its_own_and_may_f
     path = tmp_path / "train.py"
     path.write_text(SCRIPT + "print(engine.wait(60.0)[0].rollouts[0].token_ids)\n")
     process = script(str(path), "4", cwd=tmp_path)
-    output, _ = process.communicate(timeout=LIMIT)
+    output, _ = process.communicate(timeout=TIMEOUT)
     pid, tokens = output.splitlines()
     assert process.returncode == 0
     assert tokens == "[7, 7, 7, 7]"
@@ -240,4 +240,4 @@ def test_a_worker_starts_without_importing_trl():
         "from trl_a3po.engines.transformers import decoder, worker\n"
         "sys.exit('trl' in sys.modules or 'datasets' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT).returncode == 0

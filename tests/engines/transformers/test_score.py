@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tests.engines.transformers.running import LIMIT, events_of, started, train
+from tests.engines.transformers.running import TIMEOUT, events_of, started, train
 from tests.engines.transformers.tiny_models import gap, prompts, request, tiny_model
 from trl_a3po.errors import EngineError
 from trl_a3po.publish.collect import collect_weights
@@ -29,7 +29,7 @@ class Scored:
         self.engine.publish(collect_weights(self.model, self.version, complete=False))
 
     def assert_scores_right(self):
-        logps, version = self.engine.score(PROMPT, COMPLETION, LIMIT)
+        logps, version = self.engine.score(PROMPT, COMPLETION, TIMEOUT)
         assert version == self.version
         expected = completion_logps(self.model, PROMPT, COMPLETION, 1.0)
         torch.testing.assert_close(torch.tensor(logps), expected, rtol=0, atol=1e-4)
@@ -77,7 +77,7 @@ def test_rollouts_in_flight_go_on_while_another_thread_waits_for_them(scored):
 )
 def test_what_cannot_be_scored_is_refused_and_nothing_else_suffers(scored, prompt, completion, message):
     with pytest.raises(ValueError, match=message):
-        scored.engine.score(prompt, completion, LIMIT)
+        scored.engine.score(prompt, completion, TIMEOUT)
     scored.assert_scores_right()
 
 

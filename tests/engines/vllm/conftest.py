@@ -10,10 +10,10 @@ import torch
 
 from tests.distributed.launch import free_port
 from trl_a3po.engines.vllm.server_process import ServerProcess
-from trl_a3po.engines.vllm.startup import Needs
+from trl_a3po.engines.vllm.startup import ServerRequirements
 
 ENVIRONMENT = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trl_a3po" / "vllm-venv"
-START_LIMIT = 300.0
+START_TIMEOUT = 300.0
 
 
 @pytest.fixture(scope="session")
@@ -50,13 +50,15 @@ def untied_model(tied_model, tmp_path_factory) -> str:
 
 
 @contextlib.contextmanager
-def serving(python: str, model: str, folder: Path, *, count: int = 1, **needs) -> Iterator[list[ServerProcess]]:
+def serving(python: str, model: str, folder: Path, *, count: int = 1, **requirements) -> Iterator[list[ServerProcess]]:
     """Servers of `model`, one CPU thread each, ready."""
     options = {"--max-num-seqs": "16"}
-    needs = Needs(model, "float32", 512, 512, ("processed_logprobs",), options=options, **needs)
+    requirements = ServerRequirements(
+        model, "float32", 512, 512, ("processed_logprobs",), options=options, **requirements
+    )
     servers = [
         ServerProcess(
-            python, needs, torch.device("cpu"), folder / f"log-{n}", threads=1, max_restarts=0, port=free_port()
+            python, requirements, torch.device("cpu"), folder / f"log-{n}", threads=1, max_restarts=0, port=free_port()
         )
         for n in range(count)
     ]
@@ -64,7 +66,7 @@ def serving(python: str, model: str, folder: Path, *, count: int = 1, **needs) -
         for server in servers:
             server.start()
         for server in servers:
-            server.wait_until_ready(START_LIMIT)
+            server.wait_until_ready(START_TIMEOUT)
         yield servers
     finally:
         for server in servers:

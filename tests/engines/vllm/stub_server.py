@@ -216,8 +216,8 @@ class StubServer:
                 self._state.notify_all()
             if self.lag:
                 time.sleep(self.lag)
-            for piece in sent:
-                emit(*piece)
+            for chunk in sent:
+                emit(*chunk)
             time.sleep(self.step)
         for index, length in enumerate(lengths):
             if done[index] < length:

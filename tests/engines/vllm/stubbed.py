@@ -13,7 +13,7 @@ from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettin
 from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.collect import policy_spec
 
-LIMIT = 20.0
+TIMEOUT = 20.0
 SAMPLING = SamplingSettings(max_new_tokens=24, stop_token_ids=(1,))
 _MODELS: dict[bool, torch.nn.Module] = {}
 
@@ -36,7 +36,13 @@ def update(lora: bool, version: int, *, complete: bool = False, weight: float | 
 def started(servers: list[StubServer], folder, **changes) -> VLLMEngine:
     """An engine on stub servers, at version 0."""
     lora = servers[0].lora
-    settings = {"kept_versions": 4, "poll": 0.05, "start_limit": LIMIT, "request_limit": LIMIT, "outage_limit": 2.0}
+    settings = {
+        "kept_versions": 4,
+        "poll": 0.05,
+        "start_timeout": TIMEOUT,
+        "request_timeout": TIMEOUT,
+        "outage_timeout": 2.0,
+    }
     sampling = changes.pop("sampling", SAMPLING)
     engine = VLLMEngine([server.url for server in servers], folder=folder, **{**settings, **changes})
     engine.start(policy_spec(policy(lora), torch.float32), sampling, update(lora, 0, complete=True))
@@ -47,9 +53,9 @@ def requests(count: int, rollouts: int = 4, first: int = 0) -> list[GroupRequest
     return [GroupRequest(first + i, first + i, (5 + i, 6, 7), rollouts) for i in range(count)]
 
 
-def finished(engine: VLLMEngine, count: int, limit: float = LIMIT) -> dict[int, GroupFinished]:
+def finished(engine: VLLMEngine, count: int, timeout: float = TIMEOUT) -> dict[int, GroupFinished]:
     """`count` groups, each once, all finished, every token's log-prob that of its stamped version."""
-    events, deadline = {}, time.monotonic() + limit
+    events, deadline = {}, time.monotonic() + timeout
     while len(events) < count:
         assert time.monotonic() < deadline, f"{len(events)} of {count} groups came: {engine.stats()}"
         for event in engine.wait(0.2):
@@ -62,8 +68,8 @@ def finished(engine: VLLMEngine, count: int, limit: float = LIMIT) -> dict[int, 
     return events
 
 
-def until(condition, limit: float = LIMIT) -> None:
-    deadline = time.monotonic() + limit
+def until(condition, timeout: float = TIMEOUT) -> None:
+    deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.01)

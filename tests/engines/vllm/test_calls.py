@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.transformers.running import is_buried
+from tests.engines.transformers.running import is_reaped
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import SAMPLING, finished, requests, started, until, update
 from trl_a3po.engines.vllm import calls, pool
-from trl_a3po.engines.vllm.calls import Ask, Calls, Ended
+from trl_a3po.engines.vllm.calls import CallRequest, Calls, Ended
 from trl_a3po.engines.vllm.completions import completion_body
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import GroupFailed
@@ -74,10 +74,10 @@ def test_a_reader_that_cannot_be_started_fails_what_it_was_to_do_and_is_tried_ag
     server = StubServer()
     with monkeypatch.context() as patch:
         patch.setattr(calls, "WorkerProcess", refused)
-        reading.make(Ask(1, server.url, BODY, 5.0))
+        reading.make(CallRequest(1, server.url, BODY, 5.0))
         until(lambda: ended)
     assert "could not be started: [Errno 11] no more processes" in str(ended[0].fault)
-    reading.make(Ask(2, server.url, BODY, 5.0))
+    reading.make(CallRequest(2, server.url, BODY, 5.0))
     until(lambda: len(ended) == 2)
     assert ended[1] == Ended(2, None, None)
 
@@ -93,12 +93,12 @@ def test_nothing_is_left_of_it(tmp_path):
     until(lambda: server.tokens > 0)
     pid = reader_of(engine)
     engine.close()
-    assert is_buried(pid)
+    assert is_reaped(pid)
     assert not [thread for thread in threading.enumerate() if thread.name == "a3po-vllm-calls"]
 
 
 def test_a_mistake_in_it_is_told_with_its_traceback(reading, ended):
-    reading.make(Ask(7, "http://localhost:1", {}, 1.0))  # a body that says nothing
+    reading.make(CallRequest(7, "http://localhost:1", {}, 1.0))  # a body that says nothing
     until(lambda: ended)
     assert ended[0].number == 7 and ended[0].fault is None and "KeyError: 'n'" in ended[0].error
 
@@ -107,7 +107,7 @@ def test_what_a_server_answers_travels(reading, ended, tmp_path):
     """With its status, by which the pool tells a refusal from an accident."""
     server = StubServer()
     server.faults = ["500"]
-    reading.make(Ask(1, server.url, BODY, 5.0))
+    reading.make(CallRequest(1, server.url, BODY, 5.0))
     until(lambda: ended)
     assert ended[0].fault.status == 500 and "EngineCore encountered an issue" in str(ended[0].fault)
 
@@ -115,10 +115,10 @@ def test_what_a_server_answers_travels(reading, ended, tmp_path):
 def test_a_call_that_is_ended_is_told_of_as_broken(reading, ended):
     server = StubServer()
     server.faults = ["hang"]
-    reading.make(Ask(1, server.url, BODY, 60.0))
+    reading.make(CallRequest(1, server.url, BODY, 60.0))
     until(lambda: server.served == 1 or not server.faults)
     reading.end(1)
-    until(lambda: ended, limit=10)  # the server would hang up after 20 s
+    until(lambda: ended, timeout=10)  # the server would hang up after 20 s
     assert type(ended[0].fault).__name__ == "ConnectionFault"
     reading.end(1)  # it has ended: nothing
 
@@ -135,7 +135,7 @@ def test_the_folder_we_stand_in_does_not_matter(reading, ended, tmp_path, monkey
         for name in ("http", "json", "queue"):
             Path(f"{name}.py").write_text("raise ImportError('this is not the library')")
     server = StubServer()
-    reading.make(Ask(1, server.url, BODY, 5.0))
+    reading.make(CallRequest(1, server.url, BODY, 5.0))
     until(lambda: ended)
     assert ended[0] == Ended(1, None, None)
 

@@ -23,7 +23,7 @@ from trl_a3po.protocol.engine import GroupFailed
 )
 def test_a_faulty_answer_is_asked_for_again(tmp_path, lora, fault, counter):
     (server,) = servers = [StubServer(lora=lora)]
-    engine = started(servers, tmp_path, request_limit=2.0, outage_limit=10.0)
+    engine = started(servers, tmp_path, request_timeout=2.0, outage_timeout=10.0)
     try:
         server.faults = [fault]
         engine.submit(requests(3))
@@ -49,7 +49,7 @@ def test_an_answer_that_does_not_add_up_is_garbage(tmp_path, fault):
 @pytest.mark.parametrize("fault", ["cut", "garbage_event"])
 def test_what_a_broken_stream_brought_is_kept(tmp_path, fault):
     (server,) = servers = [StubServer()]
-    engine = started(servers, tmp_path, outage_limit=10.0)
+    engine = started(servers, tmp_path, outage_timeout=10.0)
     try:
         server.faults = [fault]
         engine.submit(requests(1, rollouts=1))
@@ -133,7 +133,7 @@ def test_a_server_that_dies_during_a_publish_does_not_stop_it(tmp_path):
 
 def test_without_any_server_the_run_ends_with_one_error_after_the_limit(tmp_path):
     servers = [StubServer(lora=True, step=0.01) for _ in range(2)]
-    engine = started(servers, tmp_path, outage_limit=0.6)
+    engine = started(servers, tmp_path, outage_timeout=0.6)
     try:
         engine.submit(requests(6))
         until(lambda: all(server.tokens > 0 for server in servers))
@@ -152,7 +152,7 @@ def test_without_any_server_the_run_ends_with_one_error_after_the_limit(tmp_path
 
 def test_an_outage_shorter_than_the_limit_loses_nothing(tmp_path):
     (server,) = servers = [StubServer(step=0.01)]
-    engine = started(servers, tmp_path, outage_limit=10.0)
+    engine = started(servers, tmp_path, outage_timeout=10.0)
     try:
         engine.submit(requests(4))
         until(lambda: server.tokens > 10)

@@ -53,7 +53,7 @@ class Stream:
             thread.start()
             try:
                 url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-                for events in Call(url, "GET", "/stream", limit=5).events():
+                for events in Call(url, "GET", "/stream", timeout=5).events():
                     self.found += events
             finally:
                 thread.join()

@@ -37,18 +37,18 @@ def test_tensors_travel_in_the_dtype_of_the_server_but_for_those_of_whole_number
 
 def test_a_server_that_was_lost_and_is_back_gets_a_new_group(monkeypatch):
     server = StubServer(backend="nccl")
-    pool = ServerPool([Server(server.url)], SamplingSettings(8), streams=True, request_limit=5.0)
+    pool = ServerPool([Server(server.url)], SamplingSettings(8), streams=True, request_timeout=5.0)
     (member,) = pool.members
     joined = []
     monkeypatch.setattr(NcclTransfer, "__init__", lambda self: self.__dict__.update(_groups={}, _lives={}))
     monkeypatch.setattr(NcclTransfer, "_joined", lambda self, member: joined.append(_Group()) or joined[-1])
     transfer = NcclTransfer()
-    pool.admit(member, member.server.facts())
+    pool.admit(member, member.server.info())
     transfer._begin(member)
     transfer._begin(member)
     assert len(joined) == 1
     pool.lost(member, "killed")
-    pool.admit(member, member.server.facts())
+    pool.admit(member, member.server.info())
     transfer._begin(member)
     assert transfer._groups == {member: joined[1]} and joined[0].group.store is None
 

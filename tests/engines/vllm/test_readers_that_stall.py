@@ -10,7 +10,7 @@ from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until, update
 from tests.engines.vllm.test_calls import reader_of
 from trl_a3po.engines.vllm import calls, pool
-from trl_a3po.engines.vllm.http import LimitFault
+from trl_a3po.engines.vllm.http import TimeoutFault
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import SamplingSettings
 
@@ -39,7 +39,7 @@ def stop(server, engine) -> int:
 def test_what_was_sent_before_a_publish_is_read_first_also_when_that_takes_long(running):
     server, engine = running
     reader = stop(server, engine)
-    threading.Timer(pool.SETTLE_LIMIT + 1, os.kill, (reader, signal.SIGCONT)).start()
+    threading.Timer(pool.SETTLE_TIMEOUT + 1, os.kill, (reader, signal.SIGCONT)).start()
     engine.publish(update(False, 1))
     finished(engine, 3)
     assert engine.stats().extra["calls_failed"] == 0
@@ -47,8 +47,8 @@ def test_what_was_sent_before_a_publish_is_read_first_also_when_that_takes_long(
 
 
 def test_what_is_not_read_in_time_for_a_publish_is_sampled_again(running, monkeypatch):
-    monkeypatch.setattr(pool, "SETTLE_LIMIT", 0.2)
-    monkeypatch.setattr(pool, "CATCH_UP_LIMIT", 0.5)
+    monkeypatch.setattr(pool, "SETTLE_TIMEOUT", 0.2)
+    monkeypatch.setattr(pool, "CATCH_UP_TIMEOUT", 0.5)
     server, engine = running
     reader = stop(server, engine)
     engine.publish(update(False, 1))
@@ -62,26 +62,18 @@ def test_a_reader_that_does_not_end_is_said(running, monkeypatch):
     reader = stop(server, engine)
     with monkeypatch.context() as patch:
         patch.setattr(calls.WorkerProcess, "kill", lambda self: None)
-        patch.setattr(calls, "_GRACE", 0.2)
-        with pytest.raises(LimitFault, match=f"{reader}, was killed and did not end"):
+        patch.setattr(calls, "_END_TIMEOUT", 0.2)
+        with pytest.raises(TimeoutFault, match=f"{reader}, was killed and did not end"):
             engine._pool._calls.catch_up([0], 0.2)
     os.kill(reader, signal.SIGCONT)
     finished(engine, 3)
 
 
-def test_a_reader_that_says_nothing_is_replaced(running, monkeypatch):
-    monkeypatch.setattr(calls, "SILENCE", 3.0)
-    server, engine = running
-    reader = stop(server, engine)
-    finished(engine, 3)
-    assert engine.stats().extra["servers_lost"] == 0 and reader_of(engine) != reader
-
-
 def test_a_reader_with_nothing_to_tell_is_not_taken_for_a_silent_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(calls, "SILENCE", 3.0)
+    monkeypatch.setattr(calls, "SILENCE_TIMEOUT", 3.0)
     server = StubServer()
     server.faults = ["hang"]
-    engine = started([server], tmp_path, request_limit=5.0)
+    engine = started([server], tmp_path, request_timeout=5.0)
     try:
         engine.submit(requests(1))
         reader = reader_of(engine)
@@ -91,9 +83,10 @@ def test_a_reader_with_nothing_to_tell_is_not_taken_for_a_silent_one(tmp_path, m
         engine.close()
 
 
-def test_a_mistake_in_the_thread_that_listens_ends_the_run(running, monkeypatch):
+def test_an_error_in_the_thread_that_reads_ends_the_run_and_the_reader(running, monkeypatch):
     _, engine = running
-    monkeypatch.setattr(calls.Listener, "wait", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(calls, "read_messages", lambda *args, **kwargs: 1 / 0)
+    os.kill(reader_of(engine), signal.SIGKILL)  # the thread that reads the next reader fails
     until(lambda: engine._pool.is_over())
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         while True:

@@ -41,7 +41,7 @@ def test_a_lora_run_stamps_every_token_with_its_version(adapter_server, tied_mod
     trainer.train()
     check_versions(trainer, exact_after_a_publish=True)
     assert (trainer.spanning > 0) <= (kv_on_publish == "recompute")
-    assert not [name for name in Server(adapter_server).facts().adapters if name.startswith("policy-")]
+    assert not [name for name in Server(adapter_server).info().adapters if name.startswith("policy-")]
 
 
 @pytest.mark.parametrize("kv_on_publish", [pytest.param("keep", marks=pytest.mark.slow), "recompute"])
@@ -87,7 +87,7 @@ def test_the_noise_of_a_rollout_is_decided_by_its_seed(adapter_server):
 
     def sampled(seed: int, count: int) -> list[list[int]]:
         body = completion_body(
-            sampling, server.facts().model, "seeds", range(300, 310), count=count, done=0, stream=False, seed=seed
+            sampling, server.info().model, "seeds", range(300, 310), count=count, done=0, stream=False, seed=seed
         )
         pieces = parse_answer(server.completion(body, 60.0).data(), count)
         return [piece.token_ids for piece in sorted(pieces, key=lambda piece: piece.index)]
@@ -194,7 +194,7 @@ def test_the_check_sees_a_skipped_publish(whole, weights_server, tmp_path, monke
 
 
 def test_the_check_sees_an_adapter_that_is_never_used(adapted, adapter_server, tmp_path, monkeypatch):
-    monkeypatch.setattr(VLLMEngine, "_model_name", lambda engine, member: member.facts.model)
+    monkeypatch.setattr(VLLMEngine, "_model_name", lambda engine, member: member.info.model)
     with pytest.raises(DeliveryError, match="perturbed copy"):
         delivery_check(adapted, adapter_server, tmp_path)
 

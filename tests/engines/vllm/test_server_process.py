@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from trl_a3po.engines.vllm import guard
-from trl_a3po.engines.vllm.http import Call, ConnectionFault, LimitFault
+from trl_a3po.engines.vllm.http import Call, ConnectionFault, TimeoutFault
 from trl_a3po.engines.vllm.server_process import ServerProcess
-from trl_a3po.engines.vllm.startup import Needs
+from trl_a3po.engines.vllm.startup import ServerRequirements
 
 SERVER = """
 import http.server, os, socket, sys
@@ -51,9 +51,9 @@ def server(tmp_path, monkeypatch):
     package.mkdir(parents=True)
     (package / "api_server.py").write_text(SERVER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    needs = Needs("model", "float32", 64, 64, ("processed_logprobs",))
+    requirements = ServerRequirements("model", "float32", 64, 64, ("processed_logprobs",))
     log = tmp_path / "log"
-    process = ServerProcess(sys.executable, needs, torch.device("cpu"), log, threads=1, max_restarts=1)
+    process = ServerProcess(sys.executable, requirements, torch.device("cpu"), log, threads=1, max_restarts=1)
     process.start()
     yield process
     process.stop()
@@ -61,7 +61,7 @@ def server(tmp_path, monkeypatch):
 
 def pid_of(process: ServerProcess) -> int:
     process.wait_until_ready(30)
-    return int(Call(process.server.url, "GET", "/anything", limit=5).text())
+    return int(Call(process.server.url, "GET", "/anything", timeout=5).text())
 
 
 def folder_of(process: ServerProcess) -> Path:
@@ -107,8 +107,8 @@ def test_a_call_waits_for_a_socket_that_has_no_room_and_not_longer_than_its_limi
         waiting = socket.socket(socket.AF_UNIX)
         waiting.connect(path)
         began = time.monotonic()
-        with pytest.raises(LimitFault):
-            Call(f"unix://{path}", "GET", "/health", limit=0.5).text()
+        with pytest.raises(TimeoutFault):
+            Call(f"unix://{path}", "GET", "/health", timeout=0.5).text()
         assert time.monotonic() - began < 3
 
         def answer() -> None:
@@ -121,7 +121,7 @@ def test_a_call_waits_for_a_socket_that_has_no_room_and_not_longer_than_its_limi
 
         answering = threading.Thread(target=answer)
         answering.start()
-        assert Call(f"unix://{path}", "GET", "/health", limit=10).text() == "hi"
+        assert Call(f"unix://{path}", "GET", "/health", timeout=10).text() == "hi"
         answering.join()
         waiting.close()
 
@@ -156,8 +156,10 @@ def test_a_server_does_not_import_from_the_folder_we_stand_in(server, tmp_path, 
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "http.py").write_text("raise ImportError('this is not the library')")
     monkeypatch.chdir(tmp_path / "here")
-    needs = Needs("model", "float32", 64, 64, ("processed_logprobs",))
-    other = ServerProcess(sys.executable, needs, torch.device("cpu"), tmp_path / "log", threads=1, max_restarts=0)
+    requirements = ServerRequirements("model", "float32", 64, 64, ("processed_logprobs",))
+    other = ServerProcess(
+        sys.executable, requirements, torch.device("cpu"), tmp_path / "log", threads=1, max_restarts=0
+    )
     other.start()
     try:
         assert pid_of(other)

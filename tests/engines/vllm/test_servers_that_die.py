@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests.engines.transformers.running import until
-from tests.engines.vllm.conftest import START_LIMIT, serving
+from tests.engines.vllm.conftest import START_TIMEOUT, serving
 from tests.engines.vllm.real_runs import CheckingTrainer, KeepVersions, trainer_of
 from tests.runs import logged
 from trl_a3po.engines.vllm.server_process import ServerProcess
@@ -37,7 +37,7 @@ def started_again(*servers: ServerProcess) -> None:
     for server in servers:
         server.start()
     for server in servers:
-        server.wait_until_ready(START_LIMIT)
+        server.wait_until_ready(START_TIMEOUT)
 
 
 def urls(servers: list[ServerProcess]) -> list[str]:

@@ -70,7 +70,7 @@ def test_a_server_that_is_not_there_is_named_with_a_command(tmp_path):
     server = StubServer()
     server.kill()
     with pytest.raises(EngineError, match=rf"{server.url} did not answer.*\n.*\n.*vllm serve"):
-        started([server], tmp_path, start_limit=0.3)
+        started([server], tmp_path, start_timeout=0.3)
 
 
 def test_adapters_of_a_run_before_are_unloaded(tmp_path):

@@ -57,7 +57,7 @@ def test_what_is_no_vllm_server_is_told_in_a_sentence_without_its_page(tmp_path,
     server = PlainServer(status, answer)
     try:
         with pytest.raises(EngineError, match=words) as error:
-            started([server], tmp_path, start_limit=0.3)
+            started([server], tmp_path, start_timeout=0.3)
         assert server.url in str(error.value) and "<" not in str(error.value)
     finally:
         server.close()

@@ -6,8 +6,8 @@ import torch
 from trl_a3po.engines.vllm import weight_route
 from trl_a3po.engines.vllm.ipc import IpcTransfer
 from trl_a3po.engines.vllm.nccl import NcclTransfer
-from trl_a3po.engines.vllm.server import Facts
-from trl_a3po.engines.vllm.weight_route import link_to, link_to_start_for, same_gpu
+from trl_a3po.engines.vllm.server import ServerInfo
+from trl_a3po.engines.vllm.weight_route import same_gpu, transfer_backend_to_start, weight_transfer
 from trl_a3po.errors import EngineError
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
@@ -21,8 +21,10 @@ def vllm_here(monkeypatch):
     monkeypatch.setattr(NcclTransfer, "__init__", lambda self, device: None)
 
 
-def facts(transfer, **changes) -> Facts:
-    return Facts("0.31.0", "base", 64, **{"transfer": transfer, "reads_handles": True, "dev_mode": True, **changes})
+def info(transfer, **changes) -> ServerInfo:
+    return ServerInfo(
+        "0.31.0", "base", 64, **{"transfer": transfer, "reads_handles": True, "dev_mode": True, **changes}
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,12 +42,12 @@ def facts(transfer, **changes) -> Facts:
     ],
 )
 def test_a_server_is_started_for(vllm_here, setting, trainer, server, backend):
-    assert link_to_start_for(setting, trainer, server) == backend
+    assert transfer_backend_to_start(setting, trainer, server) == backend
 
 
 def test_a_gpu_without_a_number_is_the_current_one(vllm_here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert link_to_start_for("auto", FIRST, torch.device("cuda")) == "ipc"
+    assert transfer_backend_to_start("auto", FIRST, torch.device("cuda")) == "ipc"
     assert same_gpu(torch.device("cuda"), FIRST) and not same_gpu(torch.device("cuda"), SECOND)
 
 
@@ -55,57 +57,57 @@ def test_a_gpu_without_a_number_is_the_current_one(vllm_here, monkeypatch):
 )
 def test_a_way_that_does_not_lead_to_the_server_is_refused_before_it_starts(setting, server, why):
     with pytest.raises(EngineError, match=f"vllm_weight_transfer='{setting}' .*{why}"):
-        link_to_start_for(setting, FIRST, server)
+        transfer_backend_to_start(setting, FIRST, server)
 
 
 def test_servers_started_for_different_ways_are_sent_to_by_disk_and_that_is_said(vllm_here, caplog):
     urls = [HERE, "http://localhost:8001"]
-    assert link_to("auto", FIRST, urls, [facts("nccl"), facts(None)]) is None
+    assert weight_transfer("auto", FIRST, urls, [info("nccl"), info(None)]) is None
     assert "by 'nccl', but http://localhost:8001 was not" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_memory_that_another_process_may_not_open_goes_by_disk_and_that_is_said(vllm_here, monkeypatch, caplog, name):
     monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
-    assert link_to_start_for("auto", FIRST, FIRST) is None and "expandable_segments:True" in caplog.text
+    assert transfer_backend_to_start("auto", FIRST, FIRST) is None and "expandable_segments:True" in caplog.text
     caplog.clear()
-    assert link_to("auto", FIRST, [HERE], [facts("ipc")]) is None and "expandable_segments:True" in caplog.text
-    assert link_to_start_for("ipc", FIRST, FIRST) == "ipc"
+    assert weight_transfer("auto", FIRST, [HERE], [info("ipc")]) is None and "expandable_segments:True" in caplog.text
+    assert transfer_backend_to_start("ipc", FIRST, FIRST) == "ipc"
 
 
 def test_without_vllm_here_a_server_on_another_gpu_is_started_for_the_disk(monkeypatch):
     monkeypatch.setattr(weight_route, "_has_vllm", lambda: False)
-    assert link_to_start_for("auto", FIRST, SECOND) is None
+    assert transfer_backend_to_start("auto", FIRST, SECOND) is None
 
 
 @pytest.mark.parametrize(
     ("setting", "found", "way"),
     [
-        ("auto", [facts("ipc")], IpcTransfer),
-        ("auto", [facts("nccl")], NcclTransfer),
-        ("auto", [facts(None)], type(None)),
-        ("auto", [facts("ipc"), facts("nccl")], type(None)),
-        ("disk", [facts("ipc")], type(None)),
-        ("ipc", [facts("ipc")], IpcTransfer),
-        ("nccl", [facts("nccl")], NcclTransfer),
+        ("auto", [info("ipc")], IpcTransfer),
+        ("auto", [info("nccl")], NcclTransfer),
+        ("auto", [info(None)], type(None)),
+        ("auto", [info("ipc"), info("nccl")], type(None)),
+        ("disk", [info("ipc")], type(None)),
+        ("ipc", [info("ipc")], IpcTransfer),
+        ("nccl", [info("nccl")], NcclTransfer),
     ],
 )
 def test_running_servers_are_sent_to_by(vllm_here, setting, found, way):
-    assert type(link_to(setting, FIRST, [HERE] * len(found), found)) is way
+    assert type(weight_transfer(setting, FIRST, [HERE] * len(found), found)) is way
 
 
 @pytest.mark.parametrize(
     ("trainer", "url", "found", "why"),
     [
-        (CPU, HERE, facts("ipc"), "the trainer is on cpu"),
-        (FIRST, ELSEWHERE, facts("ipc"), "is on another machine"),
-        (FIRST, HERE, facts("ipc", reads_handles=False), "VLLM_ALLOW_INSECURE_SERIALIZATION=1"),
-        (CPU, HERE, facts("nccl"), "the trainer is on cpu"),
-        (FIRST, HERE, facts("sharded_rdt"), "not known here"),
+        (CPU, HERE, info("ipc"), "the trainer is on cpu"),
+        (FIRST, ELSEWHERE, info("ipc"), "is on another machine"),
+        (FIRST, HERE, info("ipc", reads_handles=False), "VLLM_ALLOW_INSECURE_SERIALIZATION=1"),
+        (CPU, HERE, info("nccl"), "the trainer is on cpu"),
+        (FIRST, HERE, info("sharded_rdt"), "not known here"),
     ],
 )
 def test_a_way_that_servers_were_started_for_and_that_cannot_be_taken_is_said(
     vllm_here, trainer, url, found, why, caplog
 ):
-    assert link_to("auto", trainer, [url], [found]) is None
+    assert weight_transfer("auto", trainer, [url], [found]) is None
     assert why in caplog.text and "they go by disk" in caplog.text

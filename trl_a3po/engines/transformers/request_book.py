@@ -14,7 +14,7 @@ from trl_a3po.workers.channel import Channel
 Answer = tuple[list[float] | str, int]  # log-probs or why there are none, and the version they are of
 
 
-class Asked:
+class RequestBook:
     """One caller at a time. A `channel` is that of a worker that may be told of requests; `None`: there is none."""
 
     def __init__(self):
@@ -82,7 +82,7 @@ class Asked:
 
     # --- scores -------------------------------------------------------------------------------------------------
 
-    def ask_score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], channel: Channel | None) -> int:
+    def request_score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], channel: Channel | None) -> int:
         """A key for the answer; `forget` it in the end."""
         key = next(self._score_keys)
         self._scores[key] = ("score", key, tuple(prompt_ids), tuple(completion_ids))

@@ -1,11 +1,11 @@
-"""Keeps a worker alive and its requests accounted for.
+"""Keeps a worker running, and accounts for every request.
 
-Guarantees: every request ends in one event, also when its worker dies; a request is sent behind the weights that were
-published before it; weights are read by the worker only while nobody writes them; a dead worker is started again, at
-most `max_restarts` times, and loads the weights published last.
+Guarantees: every request ends in one event, also when its worker dies; a request is sent to the worker behind the
+weights that were published before it; the worker reads weights only while nobody writes them; a dead worker is
+restarted, at most `max_restarts` times, and loads the weights published last.
 
-One thread, "a3po-engine", starts the workers and does all waiting on them. Every method may be called from any
-thread; `self._changed` guards the state and is notified of whatever a caller may wait for.
+One thread, "a3po-engine", starts the workers and reads their messages. Every method may be called from any thread;
+`self._changed` guards the state and is notified of whatever a caller may wait for.
 """
 
 import contextlib
@@ -16,33 +16,35 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
-from trl_a3po.engines.transformers.request_book import Asked
+from trl_a3po.engines.transformers.request_book import RequestBook
 from trl_a3po.engines.transformers.staging import Staging
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupRequest
 from trl_a3po.workers.channel import Channel
-from trl_a3po.workers.listener import Listener
 from trl_a3po.workers.process import WorkerProcess
+from trl_a3po.workers.reading import WorkerEnded, WorkerUnusable, read_messages
 
 logger = logging.getLogger(__name__)
 
 WORKER = "trl_a3po.engines.transformers.worker"
-_TICK = 0.2
-_GRACE = 2.0
+_END_TIMEOUT = 2.0  # seconds for a worker to end by itself
 
 
 class Supervisor:
     """
     Args:
         payload: the worker's pickled `Setup`.
-        staging: the memory the weights travel in; holds those of `version`.
+        staging: the memory the weights travel in; it holds the weights of `version`.
         version: policy version of the weights in `staging`.
         threads: CPU threads of a worker.
-        max_restarts: how often a worker that died is started again.
+        max_restarts: how often a worker that died is replaced.
     """
 
-    def __init__(self, payload: bytes, staging: Staging, version: int, *, threads: int | None, max_restarts: int):
+    def __init__(
+        self, payload: bytes, staging: Staging, version: int, *, threads: int | None, max_restarts: int
+    ) -> None:
         self._payload = payload
         self._staging = staging
         self._version = version
@@ -51,12 +53,12 @@ class Supervisor:
         self._owner = os.getpid()
 
         self._changed = threading.Condition()
-        self._asked = Asked()
+        self._requests = RequestBook()
         self._stats = EngineStats()
         self._before = EngineStats()  # what earlier workers had counted
         self._worker: WorkerProcess | None = None
         self._built = False  # the worker waits for weights
-        self._listening = False  # the worker has been told to load weights, so requests may follow
+        self._accepts_requests = False  # the worker has been sent its weights, so requests may follow
         self._loading = False  # the worker may be reading the staging memory
         self._writing = False  # the trainer is writing it
         self._ready_once = False
@@ -68,31 +70,31 @@ class Supervisor:
     # --- what the engine calls -----------------------------------------------------------------------------------
 
     def start(self, timeout: float) -> None:
-        """Start the first worker; returns when it is ready. Raises `EngineError` when it does not become so."""
+        """Start the first worker. Returns when it is ready; raises `EngineError` when it does not get ready."""
         self._thread.start()
         with self._changed:
             ready = self._changed.wait_for(lambda: self._ready_once or self._error or self._closing, timeout)
             if not ready:
-                words = self._worker.last_words if self._worker is not None else ""
+                output = self._worker.output_tail if self._worker is not None else ""
                 raise EngineError(
                     f"The engine's worker was not ready after start_timeout={timeout:g} seconds. Set a longer "
-                    f"start_timeout if it was still at work. It printed:\n{words or '(nothing)'}"
+                    f"start_timeout if it was still loading. It printed:\n{output or '(nothing)'}"
                 )
             self._raise_if_over()
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         with self._changed:
             self._raise_if_over()
-            self._asked.submit(requests, self._channel)
+            self._requests.submit(requests, self._channel)
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         with self._changed:
-            self._asked.cancel(request_ids, self._channel)
+            self._requests.cancel(request_ids, self._channel)
 
     def wait(self, timeout: float) -> list[EngineEvent]:
         with self._changed:
-            self._changed.wait_for(lambda: self._asked.has_events or self._error or self._closing, timeout)
-            events = self._asked.take_events()
+            self._changed.wait_for(lambda: self._requests.has_events or self._error or self._closing, timeout)
+            events = self._requests.take_events()
             if not events:
                 self._raise_if_over()
             return events
@@ -100,12 +102,12 @@ class Supervisor:
     def score(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], timeout: float
     ) -> tuple[list[float], int]:
-        """See `Engine.score`. Asked again of the next worker when one dies over it."""
+        """See `Engine.score`. When the worker dies before it answers, the next worker is asked."""
         with self._changed:
             self._raise_if_over()
-            key = self._asked.ask_score(prompt_ids, completion_ids, self._channel)
-            self._changed.wait_for(lambda: self._asked.is_answered(key) or self._error or self._closing, timeout)
-            answer = self._asked.forget(key)
+            key = self._requests.request_score(prompt_ids, completion_ids, self._channel)
+            self._changed.wait_for(lambda: self._requests.is_answered(key) or self._error or self._closing, timeout)
+            answer = self._requests.forget(key)
             if answer is None:
                 self._raise_if_over()
                 raise EngineError(
@@ -119,9 +121,11 @@ class Supervisor:
 
     @contextlib.contextmanager
     def writing(self, version: int, names: tuple[str, ...] | None, timeout: float) -> Iterator[None]:
-        """Write the staging memory inside; afterwards the worker loads `names` (`None`: everything) as `version`.
+        """A context in which the staging memory may be written. When it ends, the worker loads `names` (`None`:
+        everything) as `version`.
 
-        Raises `EngineError` when the worker has not finished reading the weights before within `timeout` seconds.
+        Raises:
+            EngineError: the worker has not finished loading the previous version within `timeout` seconds.
         """
         with self._changed:
             free = self._changed.wait_for(lambda: not self._loading or self._error or self._closing, timeout)
@@ -142,10 +146,12 @@ class Supervisor:
         with self._changed:
             self._writing = False
             self._version = version
-            if self._listening:
-                self._load(names)
+            if self._worker is None:
+                return  # the next worker loads everything
+            if self._accepts_requests:
+                self._load(self._worker, names)
             elif self._built:
-                self._load_all()
+                self._load_all(self._worker)
 
     def stats(self) -> EngineStats:
         with self._changed:
@@ -154,7 +160,7 @@ class Supervisor:
                 now,
                 tokens=now.tokens + before.tokens,
                 busy_seconds=now.busy_seconds + before.busy_seconds,
-                waiting_requests=now.waiting_requests + self._asked.unsent,
+                waiting_requests=now.waiting_requests + self._requests.unsent,
                 extra={"worker_silence_seconds": time.monotonic() - self._heard},
             )
 
@@ -172,121 +178,120 @@ class Supervisor:
                 self._worker.channel.shutdown()
             self._changed.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(2 * _GRACE)
+            self._thread.join(2 * _END_TIMEOUT)
         self._staging.close()
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while self._start_worker():
-                self._serve()
-                self._end_worker()
+            while (worker := self._start_worker()) is not None:
+                fault = self._serve(worker)
+                self._end_worker(worker, fault)
         except BaseException:
             with self._changed:
                 self._end_with(f"The engine's own thread failed:\n{traceback.format_exc()}")
                 worker, self._worker = self._worker, None
             if worker is not None:
                 worker.kill()
-                worker.bury(0.0)
+                worker.reap(0.0)
 
-    def _start_worker(self) -> bool:
+    def _start_worker(self) -> WorkerProcess | None:
         with self._changed:
-            if self._closing or self._error:
-                return False
+            if self._is_over():
+                return None
         worker = WorkerProcess(WORKER, inherit_fds=self._staging.fds, threads=self._threads)
         with self._changed:
             self._worker = worker
             self._heard = time.monotonic()
             worker.channel.send(("setup", self._payload, self._staging.handle()))
-        return True
+        return worker
 
-    def _serve(self) -> None:
-        """Listen to the worker until it ends, or the engine is closed."""
-        worker = self._worker
-        with Listener(worker) as listener:
-            while True:
+    def _is_over(self) -> bool:
+        return self._closing or self._error is not None
+
+    def _serve(self, worker: WorkerProcess) -> str | None:
+        """Handle the worker's messages until it ends or the engine is closed. Returns what is wrong with a worker that
+        has to be killed."""
+        try:
+            for message in read_messages(worker, until=self._is_over):
                 with self._changed:
-                    if self._closing or self._error:
-                        return
-                    flushed = worker.channel.flush()
-                listener.wait(_TICK, flushed=flushed)
-                try:
-                    messages = worker.channel.receive()
-                except EOFError:
-                    return
-                if messages:
-                    with self._changed:
-                        self._heard = time.monotonic()
-                        for message in messages:
-                            self._take(message)
-                        self._changed.notify_all()
+                    self._heard = time.monotonic()
+                    self._handle_message(worker, message)
+                    self._changed.notify_all()
+        except WorkerEnded:
+            return None
+        except WorkerUnusable as fault:
+            return str(fault)
+        return None
 
-    def _take(self, message: tuple) -> None:
+    def _handle_message(self, worker: WorkerProcess, message: tuple[Any, ...]) -> None:
         match message:
             case ("built",):
                 self._built = True
                 if not self._writing:
-                    self._load_all()
+                    self._load_all(worker)
             case ("loaded", _):
                 self._loading = False
                 self._ready_once = True
             case ("events", events):
-                self._asked.ended(events)
+                self._requests.ended(events)
             case ("scored", key, answer, version):
-                self._asked.answer(key, (answer, version))
+                self._requests.answer(key, (answer, version))
             case ("progress", tokens, busy_seconds, active_rollouts, waiting_requests):
                 self._stats.tokens = tokens
                 self._stats.busy_seconds = busy_seconds
                 self._stats.active_rollouts = active_rollouts
                 self._stats.waiting_requests = waiting_requests
 
-    def _load(self, names: tuple[str, ...] | None) -> None:
+    def _load(self, worker: WorkerProcess, names: tuple[str, ...] | None) -> None:
         self._loading = True
-        self._worker.channel.send(("load", self._version, names))
+        worker.channel.send(("load", self._version, names))
 
-    def _load_all(self) -> None:
-        """Give a new worker its weights, and the requests that came while there was none."""
-        self._load(None)
-        self._listening = True
-        self._asked.send_rest(self._worker.channel)
+    def _load_all(self, worker: WorkerProcess) -> None:
+        """Give a new worker its weights, and the requests that came while there was no worker."""
+        self._load(worker, None)
+        self._accepts_requests = True
+        self._requests.send_rest(worker.channel)
 
-    def _end_worker(self) -> None:
-        """Bury the worker; account for what died with it; decide whether there will be another."""
+    def _end_worker(self, worker: WorkerProcess, fault: str | None) -> None:
+        """Reap the worker, and account for the requests that ended with it."""
         with self._changed:
-            closing = self._closing or self._error is not None
-            worker, self._worker = self._worker, None
-            sent = self._asked.sent
-            self._built = self._listening = self._loading = False  # from here on requests are kept for the next one
+            closing = self._is_over()
+            self._worker = None
+            sent = self._requests.sent
+            # From here on requests are kept for the next worker.
+            self._built = self._accepts_requests = self._loading = False
         if closing:
             worker.kill()
-        end = worker.bury(_GRACE)
+        how = worker.reap(_END_TIMEOUT, fault=fault)
         with self._changed:
             self._before.tokens += self._stats.tokens
             self._before.busy_seconds += self._stats.busy_seconds
             self._stats = EngineStats(restarts=self._stats.restarts)
             if not closing:
-                self._mourn(worker, end, sent & self._asked.sent)
+                self._handle_worker_death(worker, how, sent & self._requests.sent)
             self._changed.notify_all()
 
-    def _mourn(self, worker: WorkerProcess, end: str, lost: set[int]) -> None:
-        words = worker.last_words
-        last_line = words.splitlines()[-1] if words else "it printed nothing"
-        self._asked.fail(lost, f"The engine's worker ended ({end}): {last_line}")
-        told = f"It printed:\n{words or '(nothing)'}"
+    def _handle_worker_death(self, worker: WorkerProcess, how: str, lost: set[int]) -> None:
+        """Fail the requests that were lost with the worker; have another worker started, or end the engine."""
+        output = worker.output_tail
+        last_line = output.splitlines()[-1] if output else "it printed nothing"
+        self._requests.fail(lost, f"The engine's worker ended ({how}): {last_line}")
+        printed = f"It printed:\n{output or '(nothing)'}"
         if not self._ready_once:
-            self._end_with(f"The engine's worker ended ({end}) before it was ready. {told}")
+            self._end_with(f"The engine's worker ended ({how}) before it was ready. {printed}")
         elif self._stats.restarts == self._max_restarts:
             self._end_with(
-                f"The engine's worker ended ({end}) after it had been started again max_restarts="
-                f"{self._max_restarts} times. {told}"
+                f"The engine's worker ended ({how}) after it had been restarted max_restarts={self._max_restarts} "
+                f"times. {printed}"
             )
         else:
             self._stats.restarts += 1
             logger.warning(
-                "The engine's worker ended (%s) and is started again, %d of max_restarts=%d; %d prompts in work are "
-                "lost. Its last line: %s",
-                end,
+                "The engine's worker ended (%s) and is being restarted, restart %d of max_restarts=%d; %d prompts in "
+                "progress are lost. The worker's last line: %s",
+                how,
                 self._stats.restarts,
                 self._max_restarts,
                 len(lost),
@@ -294,16 +299,16 @@ class Supervisor:
             )
 
     def _end_with(self, error: str) -> None:
-        """The engine is beyond recovery; whatever is outstanding fails."""
+        """The engine is beyond recovery: every outstanding request fails."""
         if self._error is None:
             self._error = error
-        self._asked.fail_all(error.splitlines()[0])
+        self._requests.fail_all(error.splitlines()[0])
         self._changed.notify_all()
 
     @property
     def _channel(self) -> Channel | None:
-        """Where requests can be sent now."""
-        return self._worker.channel if self._listening else None
+        """Where requests can be sent now; `None` while there is no worker that accepts them."""
+        return self._worker.channel if self._worker is not None and self._accepts_requests else None
 
     def _raise_if_over(self) -> None:
         if self._error is not None:
@@ -313,7 +318,8 @@ class Supervisor:
 
     def _situation(self) -> str:
         return (
-            f"It was last heard {time.monotonic() - self._heard:.1f} seconds ago, with "
+            f"Its last message came {time.monotonic() - self._heard:.1f} seconds ago, with "
             f"{self._stats.active_rollouts} rollouts being decoded, {self._stats.waiting_requests} requests waiting "
-            f"and {self._asked.outstanding} outstanding; it has been started again {self._stats.restarts} times."
+            f"and {self._requests.outstanding} requests outstanding; it has been restarted {self._stats.restarts} "
+            "times."
         )

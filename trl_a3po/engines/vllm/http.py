@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from trl_a3po.engines.vllm.framing import dechunked, lines_of
 
-CONNECT_LIMIT = 5.0
+CONNECT_TIMEOUT = 5.0
 _SHOWN = 400  # characters of an answer in an error
 _MOST = 1 << 16  # bytes read at a time
 _EVENT_LINES = (b"data: ", b":")  # the second begins a comment, such as a proxy sends to keep a connection alive
@@ -33,7 +33,7 @@ class ConnectionFault(HttpFault):
     """The server could not be reached, or the connection broke: it may be gone."""
 
 
-class LimitFault(HttpFault):
+class TimeoutFault(HttpFault):
     """The answer was not complete within the limit."""
 
 
@@ -63,12 +63,12 @@ class Call:
         limit: seconds for all of it.
     """
 
-    def __init__(self, base_url: str, method: str, path: str, body: Any = None, *, limit: float):
+    def __init__(self, base_url: str, method: str, path: str, body: Any = None, *, timeout: float):
         self._base_url = base_url
         self._method = method
         self._path = path
         self._body = None if body is None else json.dumps(body).encode()
-        self._limit = limit
+        self._timeout = timeout
         self._socket: socket.socket | None = None
         self._ended = False
 
@@ -124,20 +124,20 @@ class Call:
     def _body_of(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         """The bytes of an answer's body as they come, many at a time where they come faster than they are read:
         `http.client` hands out a chunk at a time, and a token is a chunk."""
-        received = self._limited.received()
+        received = self._deadline_socket.received()
         chunked = response.headers.get("Transfer-Encoding", "").lower() == "chunked"
         return dechunked(received) if chunked else received
 
     @contextlib.contextmanager
     def _answer(self) -> Iterator[http.client.HTTPResponse]:
-        deadline = time.monotonic() + self._limit
-        connection, below = _connection(self._base_url, min(CONNECT_LIMIT, self._limit))
+        deadline = time.monotonic() + self._timeout
+        connection, below = _connection(self._base_url, min(CONNECT_TIMEOUT, self._timeout))
         try:
             connection.connect()
             self._socket = connection.sock
             if self._ended:
                 raise ConnectionFault(f"The call of {self.named} was ended.")
-            connection.sock = self._limited = _Limited(connection.sock, deadline)
+            connection.sock = self._deadline_socket = _DeadlineSocket(connection.sock, deadline)
             headers = {"Connection": "close", "Content-Type": "application/json"}
             if key := os.environ.get("VLLM_API_KEY"):
                 headers["Authorization"] = f"Bearer {key}"
@@ -149,8 +149,8 @@ class Call:
             yield response
         except TimeoutError as error:
             if time.monotonic() < deadline:  # while connecting
-                raise ConnectionFault(f"{self.named} could not be reached within {CONNECT_LIMIT:g} s.") from error
-            raise LimitFault(f"{self.named} did not answer within {self._limit:g} s.") from error
+                raise ConnectionFault(f"{self.named} could not be reached within {CONNECT_TIMEOUT:g} s.") from error
+            raise TimeoutFault(f"{self.named} did not answer within {self._timeout:g} s.") from error
         except http.client.IncompleteRead as error:
             raise ConnectionFault(f"{self.named} broke the connection within its answer.") from error
         except (OSError, http.client.RemoteDisconnected) as error:
@@ -163,20 +163,20 @@ class Call:
                 self._socket.close()
 
 
-def _connection(base_url: str, limit: float) -> tuple[http.client.HTTPConnection, str]:
+def _connection(base_url: str, timeout: float) -> tuple[http.client.HTTPConnection, str]:
     """A connection to be made, and the path below which the server answers."""
     if base_url.startswith("unix://"):
-        return _UnixConnection(base_url.removeprefix("unix://"), limit), ""
+        return _UnixConnection(base_url.removeprefix("unix://"), timeout), ""
     url = urlsplit(base_url)
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    return kind(url.hostname, url.port, timeout=limit), url.path.rstrip("/")
+    return kind(url.hostname, url.port, timeout=timeout), url.path.rstrip("/")
 
 
 class _UnixConnection(http.client.HTTPConnection):
     """Over the socket at `path` in the file system."""
 
-    def __init__(self, path: str, limit: float):
-        super().__init__("localhost", timeout=limit)
+    def __init__(self, path: str, timeout: float):
+        super().__init__("localhost", timeout=timeout)
         self._path = path
 
     def connect(self) -> None:
@@ -192,9 +192,9 @@ class _UnixConnection(http.client.HTTPConnection):
                 time.sleep(0.01)
 
 
-def fetch_json(base_url: str, method: str, path: str, body: Any = None, *, limit: float) -> Any:
+def fetch_json(base_url: str, method: str, path: str, body: Any = None, *, timeout: float) -> Any:
     """The answer of one call, decoded; `None` when it is empty."""
-    call = Call(base_url, method, path, body, limit=limit)
+    call = Call(base_url, method, path, body, timeout=timeout)
     return decode_json(call.text(), call.named)
 
 
@@ -217,7 +217,7 @@ def shown_of(answer: str) -> str:
     return " with a web page" if words.startswith("<") else f": {words[:_SHOWN].removesuffix('.')}"
 
 
-class _Limited:
+class _DeadlineSocket:
     """What `http.client` uses of a socket, each wait cut at a deadline for all of them."""
 
     def __init__(self, sock: socket.socket, deadline: float):
@@ -252,11 +252,11 @@ class _Limited:
 
 
 class _Reader(io.RawIOBase):
-    def __init__(self, limited: _Limited):
-        self._limited = limited
+    def __init__(self, deadline_socket: _DeadlineSocket):
+        self._deadline_socket = deadline_socket
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
-        return self._limited.receive_into(buffer)
+        return self._deadline_socket.receive_into(buffer)

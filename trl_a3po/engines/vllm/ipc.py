@@ -23,8 +23,8 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from trl_a3po.engines.vllm.http import HttpFault
-from trl_a3po.engines.vllm.nccl import BUCKET_BYTES, BUCKET_LIMIT, Named, buckets
-from trl_a3po.engines.vllm.pooled_server import Member
+from trl_a3po.engines.vllm.nccl import BUCKET_BYTES, BUCKET_TIMEOUT, Named, buckets
+from trl_a3po.engines.vllm.pooled_server import PooledServer
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.weights import WeightUpdate
 
@@ -44,13 +44,17 @@ class IpcTransfer:
                 f"vllm_weight_transfer='ipc' takes weights from a GPU, but the trainer is on {device}: set 'disk'."
             )
         self._device = device
-        self._lives: dict[Member, int] = {}  # the one in which a server was told that weights come this way
+        self._lives: dict[PooledServer, int] = {}  # the one in which a server was told that weights come this way
 
     hint = "It has to be on the trainer's GPU for CUDA IPC: set vllm_weight_transfer='disk' to go without."
 
     def send(
-        self, members: Sequence[Member], update: WeightUpdate, dtype: torch.dtype, lost: Callable[[Member, str], None]
-    ) -> tuple[list[Member], int]:
+        self,
+        members: Sequence[PooledServer],
+        update: WeightUpdate,
+        dtype: torch.dtype,
+        lost: Callable[[PooledServer, str], None],
+    ) -> tuple[list[PooledServer], int]:
         """Load `update`, as `dtype`, into paused servers. Returns those that have it, and its size in bytes."""
         receivers, size = self._each(members, self._begin, lost), 0
         # Copies, because torch counts who has opened a tensor's memory once for each time it is shared.
@@ -62,25 +66,27 @@ class IpcTransfer:
     def close(self) -> None:
         """There is nothing to end."""
 
-    def _begin(self, member: Member) -> None:
+    def _begin(self, member: PooledServer) -> None:
         if self._lives.get(member) != member.lives:
             member.server.post("/init_weight_transfer_engine", {"init_info": {}})
             self._lives[member] = member.lives
         member.server.post("/start_weight_update")
 
-    def _send_bucket(self, members: Sequence[Member], bucket: Named, lost) -> list[Member]:
+    def _send_bucket(self, members: Sequence[PooledServer], bucket: Named, lost) -> list[PooledServer]:
         torch.cuda.synchronize(self._device)  # the copies may still be being made
         uuid = str(torch.cuda.get_device_properties(self._device).uuid)
 
-        def load(member: Member) -> None:
+        def load(member: PooledServer) -> None:
             told = update_info(bucket, uuid)  # of its own: a handle is opened once
-            member.server.post("/update_weights", {"update_info": told}, BUCKET_LIMIT)
+            member.server.post("/update_weights", {"update_info": told}, BUCKET_TIMEOUT)
 
         done = self._each(members, load, lost)
         torch.cuda.ipc_collect()
         return done
 
-    def _each(self, members, step: Callable[[Member], Any], lost: Callable[[Member, str], None]) -> list[Member]:
+    def _each(
+        self, members, step: Callable[[PooledServer], Any], lost: Callable[[PooledServer, str], None]
+    ) -> list[PooledServer]:
         """Do one step on all members at a time; those that took it."""
         done = []
         with ThreadPoolExecutor(max(1, len(members))) as executor:

@@ -4,7 +4,7 @@ Guarantees: at most `BUCKET_BYTES` beside the weights at a time on the trainer's
 larger), and vLLM's buffers; tensors are gone through once, also for several servers; each server has a group of its
 own, so one that dies beforehand takes no other with it. Needs vLLM in the trainer's environment, for its communicator.
 
-A server that dies while it receives leaves NCCL waiting: that ends with an `EngineError` after `BUCKET_LIMIT`.
+A server that dies while it receives leaves NCCL waiting: that ends with an `EngineError` after `BUCKET_TIMEOUT`.
 """
 
 import socket
@@ -18,13 +18,13 @@ import torch
 from packaging.version import Version
 
 from trl_a3po.engines.vllm.http import HttpFault
-from trl_a3po.engines.vllm.pooled_server import Member
-from trl_a3po.engines.vllm.server import LOAD_LIMIT
+from trl_a3po.engines.vllm.pooled_server import PooledServer
+from trl_a3po.engines.vllm.server import LOAD_TIMEOUT
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.weights import GatheredTensors, WeightUpdate
 
 BUCKET_BYTES = 512 * 2**20
-BUCKET_LIMIT = 120.0  # seconds
+BUCKET_TIMEOUT = 120.0  # seconds
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -52,14 +52,18 @@ class NcclTransfer:
             ) from error
         self._device = device
         self._packs_at_init = Version(vllm.__version__).release[:2] >= (0, 28)
-        self._groups: dict[Member, Any] = {}
-        self._lives: dict[Member, int] = {}  # which of a server's a group is of
+        self._groups: dict[PooledServer, Any] = {}
+        self._lives: dict[PooledServer, int] = {}  # which of a server's a group is of
 
     hint = "Set vllm_weight_transfer='disk' to go without NCCL."
 
     def send(
-        self, members: Sequence[Member], update: WeightUpdate, dtype: torch.dtype, lost: Callable[[Member, str], None]
-    ) -> tuple[list[Member], int]:
+        self,
+        members: Sequence[PooledServer],
+        update: WeightUpdate,
+        dtype: torch.dtype,
+        lost: Callable[[PooledServer, str], None],
+    ) -> tuple[list[PooledServer], int]:
         """Load `update`, as `dtype`, into paused servers. Returns those that have it, and its size in bytes.
 
         Raises:
@@ -75,7 +79,7 @@ class NcclTransfer:
                 self._send_bucket(member, bucket)
         return self._each(receivers, lambda member: member.server.post("/finish_weight_update"), lost), size
 
-    def forget(self, member: Member) -> None:
+    def forget(self, member: PooledServer) -> None:
         """Drop the group of a server that was lost: a new process there needs a new one."""
         if (group := self._groups.pop(member, None)) is not None:
             group.group.store = group.group.socket = None  # the server would wait on the socket
@@ -84,7 +88,9 @@ class NcclTransfer:
         for member in list(self._groups):
             self.forget(member)
 
-    def _each(self, members, step: Callable[[Member], Any], lost: Callable[[Member, str], None]) -> list[Member]:
+    def _each(
+        self, members, step: Callable[[PooledServer], Any], lost: Callable[[PooledServer, str], None]
+    ) -> list[PooledServer]:
         done = []
         for member in members:
             try:
@@ -95,14 +101,14 @@ class NcclTransfer:
                 lost(member, str(fault))
         return done
 
-    def _begin(self, member: Member) -> None:
+    def _begin(self, member: PooledServer) -> None:
         if self._lives.get(member) != member.lives:
             self.forget(member)
         if member not in self._groups:
             self._groups[member], self._lives[member] = self._joined(member), member.lives
         member.server.post("/start_weight_update")
 
-    def _joined(self, member: Member) -> Any:
+    def _joined(self, member: PooledServer) -> Any:
         """A group of this process, as rank 0, and the workers of a server."""
         workers = member.server.get("/get_world_size")["world_size"]
         host = urlsplit(member.server.url).hostname or "localhost"  # of a socket in the file system
@@ -110,7 +116,9 @@ class NcclTransfer:
         rendezvous["world_size"] = 1 + workers
         if self._packs_at_init:
             rendezvous["packed"] = True
-        theirs = _in_thread(member.server.post, "/init_weight_transfer_engine", {"init_info": rendezvous}, LOAD_LIMIT)
+        theirs = _in_thread(
+            member.server.post, "/init_weight_transfer_engine", {"init_info": rendezvous}, LOAD_TIMEOUT
+        )
         ours = _in_thread(self._join, rendezvous)
         return self._both(member, ours, theirs)
 
@@ -124,7 +132,7 @@ class NcclTransfer:
 
             return NCCLWeightTransferEngine.trainer_init(rendezvous)
 
-    def _send_bucket(self, member: Member, bucket: Named) -> None:
+    def _send_bucket(self, member: PooledServer, bucket: Named) -> None:
         told = {
             "names": [name for name, _ in bucket],
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -133,22 +141,22 @@ class NcclTransfer:
         if not self._packs_at_init:
             told["packed"] = True
         torch.cuda.synchronize(self._device)  # the weights may still be computed
-        theirs = _in_thread(member.server.post, "/update_weights", {"update_info": told}, BUCKET_LIMIT)
+        theirs = _in_thread(member.server.post, "/update_weights", {"update_info": told}, BUCKET_TIMEOUT)
         ours = _in_thread(self._broadcast, member, bucket)
         self._both(member, ours, theirs)
 
-    def _broadcast(self, member: Member, bucket: Named) -> None:
+    def _broadcast(self, member: PooledServer, bucket: Named) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         with torch.cuda.device(self._device):
             packed_nccl_broadcast_producer(iter(bucket), self._groups[member], 0, lambda item: item[1])
             torch.cuda.synchronize(self._device)
 
-    def _both(self, member: Member, ours: Future, theirs: Future) -> Any:
+    def _both(self, member: PooledServer, ours: Future, theirs: Future) -> Any:
         """Wait for both ends, ours first to be known as failed by theirs."""
         try:
-            theirs.result(LOAD_LIMIT)
-            return ours.result(BUCKET_LIMIT)
+            theirs.result(LOAD_TIMEOUT)
+            return ours.result(BUCKET_TIMEOUT)
         except (HttpFault, TimeoutError) as fault:
             why = str(fault) or "no end in time."
             raise EngineError(

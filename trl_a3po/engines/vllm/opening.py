@@ -15,9 +15,9 @@ import torch
 from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
 from trl_a3po.engines.vllm.completions import logprobs_modes
 from trl_a3po.engines.vllm.http import AnswerFault, ConnectionFault, HttpFault, StatusFault
-from trl_a3po.engines.vllm.server import Facts, Server
+from trl_a3po.engines.vllm.server import Server, ServerInfo
 from trl_a3po.engines.vllm.server_process import ServerProcess
-from trl_a3po.engines.vllm.startup import Needs
+from trl_a3po.engines.vllm.startup import ServerRequirements
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.weights import GatheredTensors, PolicySpec, WeightUpdate
@@ -48,7 +48,9 @@ class OwnServer:
     threads: int | None
     max_restarts: int
 
-    def start(self, needs: Needs, spec: PolicySpec, update: WeightUpdate, root: Path, limit: float) -> ServerProcess:
+    def start(
+        self, requirements: ServerRequirements, spec: PolicySpec, update: WeightUpdate, root: Path, timeout: float
+    ) -> ServerProcess:
         """Start one on the base weights of `update`, which no later update of an adapter carries."""
         if self.python is None:
             raise EngineError(
@@ -63,7 +65,7 @@ class OwnServer:
             options["--max-num-seqs"] = str(self.slots)
         process = ServerProcess(
             self.python,
-            needs.started_here(str(base.folder), options),
+            requirements.started_here(str(base.folder), options),
             self.device,
             root.parent / "vllm-server.log",
             threads=self.threads,
@@ -71,14 +73,14 @@ class OwnServer:
         )
         try:
             process.start()
-            process.wait_until_ready(limit)
+            process.wait_until_ready(timeout)
         except BaseException:
             process.stop()
             raise
         return process
 
 
-def needs_of(
+def server_requirements(
     spec: PolicySpec,
     sampling: SamplingSettings,
     *,
@@ -87,13 +89,13 @@ def needs_of(
     kept_versions: int,
     transfer: str | None,
     deterministic: bool,
-) -> Needs:
-    """What the run needs of a server. See `Needs` for `transfer`, `VLLMEngine` for the other arguments."""
+) -> ServerRequirements:
+    """What the run needs of a server. The arguments are those of `ServerRequirements` and `VLLMEngine`."""
     config, longest = spec.config.get_text_config(), (max_prompt_tokens or 1) + sampling.max_new_tokens
     if context is None:
         model_has = getattr(config, "max_position_embeddings", None)
         context = model_has if max_prompt_tokens is None else longest
-    return Needs(
+    return ServerRequirements(
         model=spec.config._name_or_path or "MODEL",
         dtype=str(spec.dtype).removeprefix("torch."),
         longest=longest,
@@ -107,41 +109,41 @@ def needs_of(
     )
 
 
-def await_servers(servers: Sequence[Server], needs: Needs, limit: float) -> list[Facts]:
+def await_servers(servers: Sequence[Server], requirements: ServerRequirements, timeout: float) -> list[ServerInfo]:
     """What each says of itself, once it answers.
 
     Raises:
-        EngineError: one does not within `limit` seconds, or answers as no vLLM does.
+        EngineError: one does not within `timeout` seconds, or answers as no vLLM does.
     """
-    deadline = time.monotonic() + limit
-    return [_await(server, needs, limit, deadline) for server in servers]
+    deadline = time.monotonic() + timeout
+    return [_await(server, requirements, timeout, deadline) for server in servers]
 
 
-def _await(server: Server, needs: Needs, limit: float, deadline: float) -> Facts:
-    told = False
+def _await(server: Server, requirements: ServerRequirements, timeout: float, deadline: float) -> ServerInfo:
+    warned = False
     while True:
         try:
-            return server.facts()
+            return server.info()
         except HttpFault as fault:
             loading = isinstance(fault, ConnectionFault) or (
                 isinstance(fault, StatusFault) and fault.status in LOADING
             )
             if not loading or time.monotonic() > deadline:
-                raise EngineError(_unusable(server, fault, needs)) from fault
-            if not told:
-                logger.warning("Waiting up to %.0f s for the vLLM server at %s: %s", limit, server.url, fault)
-                told = True
+                raise EngineError(_unusable(server, fault, requirements)) from fault
+            if not warned:
+                logger.warning("Waiting up to %.0f s for the vLLM server at %s: %s", timeout, server.url, fault)
+                warned = True
             time.sleep(0.5)
 
 
-def _unusable(server: Server, fault: HttpFault, needs: Needs) -> str:
+def _unusable(server: Server, fault: HttpFault, requirements: ServerRequirements) -> str:
     status = fault.status if isinstance(fault, StatusFault) else None
     if status in (401, 403):
         return (
             f"The server at {server.url} wants a key: {fault} Set the environment variable VLLM_API_KEY to the "
             "--api-key it was started with."
         )
-    start = f"tart it with:\n\n    {needs.command(server.url)}\n"
+    start = f"tart it with:\n\n    {requirements.command(server.url)}\n"
     if isinstance(fault, AnswerFault) or status in (404, 405, 501):
         return f"What answers at {server.url} is no vLLM server: {fault} Set vllm_server_urls to one; s{start}"
     return f"The vLLM server at {server.url} did not answer: {fault} S{start}"

@@ -1,18 +1,27 @@
-"""The servers of a run and the rollouts they work on: who gets what, and what happens when one fails.
+"""The servers of a run and the rollouts they work on: which server samples what, and what happens when a server fails.
 
 Guarantees:
-- every submitted request ends in one event, or is cancelled; a call that fails is made again, a few times, on the
-  server with the least to do, and what had been sampled by then is kept, with its versions;
-- a server gets work only while it carries the publication that is current: one that was lost, or comes back, gets it
-  first (`server_watch.py`);
-- a token's version: every call names the weights of one version and ends before they change, so its tokens carry that
-  version. The exception is `streams`, for whole weights with `kv_on_publish="keep"`: there each token carries the
-  version of its server's weights when it arrives, and a publish changes that version while the server is paused and
-  has sent all it had sampled, by its own count of tokens. Where that does not come out (another client, or events of
-  several tokens), all that it has sent is read, or dropped with its calls; what it may still hold back is one event of
-  each sequence: the first after such a publish carries the older version, and is counted.
 
-Threads: one that is told what servers sent, by the process that makes the calls (`calls.py`).
+- every submitted request ends in one event or is cancelled; a call that fails is repeated, a few times, on the server
+  with the least to do, and the tokens sampled by then are kept with their versions;
+- a server gets work only while it carries the weights that are served now: a server that was lost and comes back gets
+  those weights first (`server_watch.py`).
+
+Where a token gets its version: in `ServerPool._record_tokens`, when a chunk of tokens arrives. There are two cases.
+
+1. Adapters, and whole weights with `kv_on_publish="recompute"`: a call names the weights of one version and ends
+   before those weights change, so all its tokens carry the version of the call.
+2. Whole weights with `kv_on_publish="keep"` (`streams=True`): a call goes on while the weights change. Its tokens
+   carry the version that their server holds when they arrive, so every token sampled before a publish has to arrive
+   before the version changes. `settle` sees to that while the server is paused for the publish: it compares the
+   server's own count of sampled tokens with the count of tokens that have arrived. If the counts do not agree within
+   `SETTLE_TIMEOUT` (another client uses the server, or events hold several tokens), `Calls.catch_up` sends a barrier
+   to the reader process, and `reader.reach_barrier` answers when nothing more arrives for the server's calls. A reader
+   that does not answer is killed, and its tokens are sampled again. After a barrier the server may still hold back one
+   event of each sequence. So the first event of each sequence after the publish carries the older version, and its
+   tokens are counted as `bounded_tokens`: their version is a lower bound.
+
+Threads: one, which gets the tokens from the reader process (`calls.py`).
 """
 
 import itertools
@@ -22,22 +31,22 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 
-from trl_a3po.engines.vllm.calls import Ask, Calls, Told
+from trl_a3po.engines.vllm.calls import CallRequest, Calls, ReaderUpdate
 from trl_a3po.engines.vllm.completions import completion_body, noise_seed
-from trl_a3po.engines.vllm.http import AnswerFault, ConnectionFault, HttpFault, LimitFault, StatusFault
-from trl_a3po.engines.vllm.pooled_server import Member, Publication, Running
-from trl_a3po.engines.vllm.rollout_jobs import Group, Job, JobQueue
-from trl_a3po.engines.vllm.server import Facts, Server
-from trl_a3po.engines.vllm.token_chunks import Piece
+from trl_a3po.engines.vllm.http import AnswerFault, ConnectionFault, HttpFault, StatusFault, TimeoutFault
+from trl_a3po.engines.vllm.pooled_server import InFlightCall, PooledServer, ServedWeights
+from trl_a3po.engines.vllm.rollout_jobs import Job, JobQueue, PartialGroup
+from trl_a3po.engines.vllm.server import Server, ServerInfo
+from trl_a3po.engines.vllm.token_chunks import TokenChunk
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import EngineEvent, GroupFailed, GroupRequest, SamplingSettings
 
 logger = logging.getLogger(__name__)
 
 MOST_TRIES = 5
-SETTLE_LIMIT = 2.0
-CATCH_UP_LIMIT = 10.0  # seconds for what a paused server has sent to be read
-IDLE_LIMIT = 60.0  # seconds for calls to return once a server has ended them
+SETTLE_TIMEOUT = 2.0
+CATCH_UP_TIMEOUT = 10.0  # seconds for what a paused server has sent to be read
+IDLE_TIMEOUT = 60.0  # seconds for calls to return once a server has ended them
 
 
 class ServerPool:
@@ -46,7 +55,7 @@ class ServerPool:
         servers: at least one.
         sampling: the same for every request.
         streams: tokens are taken as they come (see the versions above).
-        request_limit: seconds for one call.
+        request_timeout: seconds for one call.
         seeds: every call names the seed of its noise.
     """
 
@@ -56,23 +65,23 @@ class ServerPool:
         sampling: SamplingSettings,
         *,
         streams: bool,
-        request_limit: float,
+        request_timeout: float,
         seeds: bool = False,
     ):
-        self.members = [Member(server) for server in servers]
+        self.members = [PooledServer(server) for server in servers]
         self._sampling = sampling
         self._streams = streams
-        self._request_limit = request_limit
+        self._request_timeout = request_timeout
         self._seeds = seeds
         self.changing = threading.RLock()  # held while what servers carry is changed
         self._changed = threading.Condition()  # guards all that follows, and the members
-        self._publication: Publication | None = None
+        self._served_weights: ServedWeights | None = None
         self._held = False
-        self._calls = Calls(self._told)
+        self._calls = Calls(self._receive)
         self._numbers = itertools.count()
-        self._made: dict[int, Running] = {}
+        self._in_flight: dict[int, InFlightCall] = {}
         self._jobs = JobQueue()
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, PartialGroup] = {}
         self._events: list[EngineEvent] = []
         self._error: str | None = None
         self._closed = self._was_busy = False
@@ -90,7 +99,7 @@ class ServerPool:
         with self._changed:
             self._raise_if_over()
             for request in requests:
-                group = self._groups[request.request_id] = Group.of(request)
+                group = self._groups[request.request_id] = PartialGroup.of(request)
                 self._jobs.append(Job(group, list(group.sequences)))
             self._dispatch()
 
@@ -118,40 +127,40 @@ class ServerPool:
 
     # --- servers ------------------------------------------------------------------------------------------------
 
-    def targets(self) -> list[Member]:
+    def targets(self) -> list[PooledServer]:
         """Members that can be published to."""
         with self._changed:
             return [member for member in self.members if member.state != "down"]
 
-    def live(self) -> list[Member]:
+    def live(self) -> list[PooledServer]:
         with self._changed:
             return [member for member in self.members if member.state == "live"]
 
-    def admit(self, member: Member, facts: Facts) -> None:
+    def admit(self, member: PooledServer, info: ServerInfo) -> None:
         """A server answers again."""
         with self._changed:
-            member.facts, member.pings_missed = facts, 0
+            member.info, member.pings_missed = info, 0
             member.state, member.version, member.lives = "behind", -1, member.lives + 1
 
-    def back(self, member: Member) -> None:
+    def back(self, member: PooledServer) -> None:
         """A server that answers again carries the current publication."""
         with self._changed:
-            member.state, member.version, member.counted = "live", self._publication.version, None
+            member.state, member.version, member.counted = "live", self._served_weights.version, None
             self.counts["servers_back"] += 1
             self._dispatch()
 
-    def set_publication(self, publication: Publication, carriers: Sequence[Member]) -> None:
-        """From now on work goes to `carriers`, which carry `publication`, and is stamped with its version."""
+    def set_served_weights(self, served_weights: ServedWeights, carriers: Sequence[PooledServer]) -> None:
+        """From now on work goes to `carriers`, which carry `served_weights`, and is stamped with its version."""
         with self._changed:
-            self._publication = publication
+            self._served_weights = served_weights
             for member in self.members:
                 if member in carriers and member.state != "down":
-                    member.state, member.version = "live", publication.version
+                    member.state, member.version = "live", served_weights.version
                 elif member.state == "live":
                     member.state = "behind"
             self._dispatch()
 
-    def scored(self, member: Member, tokens: int) -> None:
+    def scored(self, member: PooledServer, tokens: int) -> None:
         """A server has sampled `tokens` of another's calls."""
         with self._changed:
             member.received += tokens
@@ -159,7 +168,7 @@ class ServerPool:
     def in_use(self) -> set[str]:
         """Model names of the calls being made."""
         with self._changed:
-            return {call.publication.model for member in self.members for call in member.running}
+            return {call.served_weights.model for member in self.members for call in member.running}
 
     def hold(self, held: bool) -> None:
         """Whether work waits here instead of going out."""
@@ -167,29 +176,29 @@ class ServerPool:
             self._held = held
             self._dispatch()
 
-    def lost(self, member: Member, why: str) -> None:
+    def lost(self, member: PooledServer, why: str) -> None:
         with self._changed:
             self._lose(member, why)
 
-    def abort_calls(self, member: Member, *, all_of_them: bool) -> None:
+    def abort_calls(self, member: PooledServer, *, all_of_them: bool) -> None:
         """Have a server end its calls where they are; they go out again under the publication that is current then.
 
         Args:
             all_of_them: wait until every call has returned, also one that reaches the server meanwhile; it stays
                 paused.
         """
-        deadline = time.monotonic() + IDLE_LIMIT
+        deadline = time.monotonic() + IDLE_TIMEOUT
         while True:
             member.server.pause("abort")
             with self._changed:
                 if not all_of_them or self._changed.wait_for(lambda: not member.running, 0.25):
                     return
             if time.monotonic() > deadline:
-                raise LimitFault(f"{member.server.url} did not end its calls within {IDLE_LIMIT:g} s.")
+                raise TimeoutFault(f"{member.server.url} did not end its calls within {IDLE_TIMEOUT:g} s.")
 
-    def settle(self, member: Member) -> None:
+    def settle(self, member: PooledServer) -> None:
         """Wait until a paused server has sent all it had sampled; afterwards its tokens are of the next version."""
-        deadline = time.monotonic() + SETTLE_LIMIT
+        deadline = time.monotonic() + SETTLE_TIMEOUT
         total, even = self._count(member)
         while even is False and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -198,18 +207,18 @@ class ServerPool:
             time.sleep(0.1)  # for what is still on its way
             with self._changed:
                 calls = [call.number for call in member.running]
-            self._calls.catch_up(calls, CATCH_UP_LIMIT)
+            self._calls.catch_up(calls, CATCH_UP_TIMEOUT)
             total, even = self._count(member)
         with self._changed:
             member.counted, member.received = total, 0
             for call in member.running:
                 call.bounded = set() if even else set(range(len(call.job.sequences)))
 
-    def _count(self, member: Member) -> tuple[int | None, bool | None]:
+    def _count(self, member: PooledServer) -> tuple[int | None, bool | None]:
         """Tokens that a server has sampled, by its own count, and whether all have come, where that follows."""
         total = member.server.generated_tokens()
         with self._changed:
-            if total is None or member.counted is None or member.facts.stream_interval != 1:
+            if total is None or member.counted is None or member.info.stream_interval != 1:
                 return total, None
             return total, member.counted + member.received == total
 
@@ -224,15 +233,15 @@ class ServerPool:
             return active, len(self._jobs), busy, {**self.counts, "servers_live": live}
 
     @property
-    def publication(self) -> Publication | None:
+    def served_weights(self) -> ServedWeights | None:
         """What servers carry to be given work; `None` before the first."""
-        return self._publication
+        return self._served_weights
 
     @property
     def can_sample(self) -> bool:
         """Whether a server carries the current publication, or none is meant to yet."""
         with self._changed:
-            return self._publication is None or self._held or any(m.state == "live" for m in self.members)
+            return self._served_weights is None or self._held or any(m.state == "live" for m in self.members)
 
     @property
     def is_behind(self) -> bool:
@@ -246,9 +255,9 @@ class ServerPool:
         with self._changed:
             self._dispatch()
 
-    def is_over(self, within: float = 0.0) -> bool:
-        """Whether the pool is closed or has ended with an error, now or `within` so many seconds."""
-        return self._over.wait(within)
+    def is_over(self, timeout: float = 0.0) -> bool:
+        """Whether the pool is closed or has ended with an error, now or `timeout` so many seconds."""
+        return self._over.wait(timeout)
 
     def end_with(self, error: str) -> None:
         with self._changed:
@@ -276,7 +285,7 @@ class ServerPool:
 
     def _dispatch(self) -> None:
         """Hand out what waits; the caller holds the lock."""
-        if self._held or self._closed or self._error or self._publication is None:
+        if self._held or self._closed or self._error or self._served_weights is None:
             return
         for job in self._jobs.due():
             candidates = [m for m in self.members if m.state == "live"]
@@ -287,43 +296,43 @@ class ServerPool:
             candidates = [m for m in candidates if m.has_room(len(job.sequences))]
             if not candidates:
                 return
-            member = min(candidates, key=lambda m: m.load / m.facts.max_num_seqs)
+            member = min(candidates, key=lambda m: m.load / m.info.max_num_seqs)
             self._jobs.remove(job)
             self._call(job, member)
 
-    def _call(self, job: Job, member: Member) -> None:
-        publication, done = self._publication, len(job.sequences[0].token_ids)
+    def _call(self, job: Job, member: PooledServer) -> None:
+        served_weights, done = self._served_weights, len(job.sequences[0].token_ids)
         seed = noise_seed(self._sampling.seed, job.group.request.noise_key, job.number, done) if self._seeds else None
         body = completion_body(
             self._sampling,
-            publication.model or member.facts.model,
-            publication.salt,
+            served_weights.model or member.info.model,
+            served_weights.salt,
             job.prompt_ids,
             count=len(job.sequences),
             done=done,
             stream=self._streams,
             seed=seed,
         )
-        running = Running(job, member, publication, next(self._numbers))
-        member.running.add(running)
-        self._made[running.number] = running
+        call = InFlightCall(job, member, served_weights, next(self._numbers))
+        member.running.add(call)
+        self._in_flight[call.number] = call
         if self._busy_since is None:
             self._busy_since = time.monotonic()
-        self._calls.make(Ask(running.number, member.server.url, body, self._request_limit))
+        self._calls.make(CallRequest(call.number, member.server.url, body, self._request_timeout))
 
-    def _told(self, told: Told) -> None:
+    def _receive(self, update: ReaderUpdate) -> None:
         """What servers sent, and which calls have ended."""
         try:
             with self._changed:
-                for number, pieces in told.pieces.items():
-                    if call := self._made.get(number):
+                for number, chunks in update.chunks.items():
+                    if call := self._in_flight.get(number):
                         try:
-                            self._take(call, map(Piece._make, pieces))
+                            self._record_tokens(call, map(TokenChunk._make, chunks))
                         except AnswerFault as fault:
                             self._calls.end(number)
                             self._returned(call, fault)
-                for number, fault, error in told.ended:
-                    if call := self._made.get(number):
+                for number, fault, error in update.ended:
+                    if call := self._in_flight.get(number):
                         self._returned(call, fault)
                     if error is not None:
                         self._end_with(f"A call of the vLLM engine failed by itself:\n{error}")
@@ -332,25 +341,25 @@ class ServerPool:
         except BaseException:
             self.end_with(f"The vLLM engine failed by itself:\n{traceback.format_exc()}")
 
-    def _take(self, call: Running, pieces: Iterable[Piece]) -> None:
+    def _record_tokens(self, call: InFlightCall, chunks: Iterable[TokenChunk]) -> None:
         """Note what was sampled; the caller holds the lock."""
         if call not in call.member.running:  # its server was lost, and the job has gone elsewhere
             return
-        for piece in pieces:
-            version = call.member.version if self._streams else call.publication.version
-            if piece.index in call.bounded and piece.token_ids:
-                call.bounded.discard(piece.index)
-                sequence = call.job.sequences[piece.index]
+        for chunk in chunks:
+            version = call.member.version if self._streams else call.served_weights.version
+            if chunk.index in call.bounded and chunk.token_ids:
+                call.bounded.discard(chunk.index)
+                sequence = call.job.sequences[chunk.index]
                 version = sequence.versions[-1] if sequence.versions else version
-                self.counts["bounded_tokens"] += len(piece.token_ids)
-            call.job.sequences[piece.index].add(piece, version, self._sampling)
-            self.tokens += len(piece.token_ids)
-            call.member.received += len(piece.token_ids)
+                self.counts["bounded_tokens"] += len(chunk.token_ids)
+            call.job.sequences[chunk.index].add(chunk, version, self._sampling)
+            self.tokens += len(chunk.token_ids)
+            call.member.received += len(chunk.token_ids)
 
-    def _returned(self, call: Running, fault: HttpFault | None) -> None:
+    def _returned(self, call: InFlightCall, fault: HttpFault | None) -> None:
         """Account for a call that has ended; the caller holds the lock."""
         member, job = call.member, call.job
-        del self._made[call.number]
+        del self._in_flight[call.number]
         given_up = call not in member.running  # by `_lose`, which has put its job back
         member.running.discard(call)
         if self._busy_since is not None and not any(m.running for m in self.members):
@@ -367,11 +376,11 @@ class ServerPool:
         else:
             self._jobs.put_back(job.rest(failed=False))
 
-    def _failed(self, call: Running, fault: HttpFault) -> None:
+    def _failed(self, call: InFlightCall, fault: HttpFault) -> None:
         member, job = call.member, call.job
         member.counted = None
         self.counts["calls_failed"] += 1
-        self.counts["timeouts"] += isinstance(fault, LimitFault)
+        self.counts["timeouts"] += isinstance(fault, TimeoutFault)
         self.counts["garbage_answers"] += isinstance(fault, AnswerFault)
         refused = isinstance(fault, StatusFault) and fault.status in (400, 413, 422)
         if job.tries + 1 >= MOST_TRIES or refused:
@@ -382,25 +391,25 @@ class ServerPool:
         if isinstance(fault, ConnectionFault) or (isinstance(fault, StatusFault) and fault.status == 404):
             self._lose(member, str(fault))
 
-    def _fail(self, group: Group, reason: str) -> None:
+    def _fail(self, group: PartialGroup, reason: str) -> None:
         if self._groups.pop(group.request.request_id, None):
             self._events.append(GroupFailed(group.request.request_id, reason))
         group.cancelled = True
         self._jobs.drop_cancelled()
         self._changed.notify_all()
 
-    def _too_long(self, job: Job, candidates: list[Member]) -> str | None:
+    def _too_long(self, job: Job, candidates: list[PooledServer]) -> str | None:
         length = len(job.group.request.prompt_ids) + self._sampling.max_new_tokens
         for member in candidates:
-            if length > member.facts.max_model_len:
+            if length > member.info.max_model_len:
                 return (
                     f"A prompt of {len(job.group.request.prompt_ids)} tokens and {self._sampling.max_new_tokens} new "
-                    f"ones do not fit into the {member.facts.max_model_len} of {member.server.url}: start it with a "
+                    f"ones do not fit into the {member.info.max_model_len} of {member.server.url}: start it with a "
                     f"larger --max-model-len."
                 )
         return None
 
-    def _lose(self, member: Member, why: str) -> None:
+    def _lose(self, member: PooledServer, why: str) -> None:
         """Its work goes elsewhere; the caller holds the lock."""
         member.last_fault = why
         if member.state == "down":

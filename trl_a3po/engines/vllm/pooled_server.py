@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trl_a3po.engines.vllm.rollout_jobs import Job
-from trl_a3po.engines.vllm.server import Facts, Server
+from trl_a3po.engines.vllm.server import Server, ServerInfo
 
 
 @dataclass(frozen=True)
-class Publication:
+class ServedWeights:
     """What the servers carry: a policy version, the model's name in a request ("": the server's own), and the salt of
     its prefix cache."""
 
@@ -18,25 +18,25 @@ class Publication:
 
 
 @dataclass(eq=False)
-class Running:
+class InFlightCall:
     """A call being made."""
 
     job: Job
-    member: "Member"
-    publication: Publication
+    member: "PooledServer"
+    served_weights: ServedWeights
     number: int
     bounded: set[int] = field(default_factory=set)  # sequences whose next event may be older than the publication
 
 
 @dataclass(eq=False)
-class Member:
+class PooledServer:
     """A server in the pool. "live": it carries the current publication and gets work; "behind": it could, once it is
     published to; "down": out of reach."""
 
     server: Server
     state: Literal["live", "behind", "down"] = "down"
-    facts: Facts | None = None
-    running: set[Running] = field(default_factory=set)
+    info: ServerInfo | None = None
+    running: set[InFlightCall] = field(default_factory=set)
     version: int = -1
     received: int = 0  # tokens since `counted`
     counted: int | None = None
@@ -50,5 +50,5 @@ class Member:
 
     def has_room(self, count: int) -> bool:
         # Half as many again wait at the server, so that a slot is refilled at once.
-        most = self.facts.max_num_seqs
+        most = self.info.max_num_seqs
         return self.load + count <= max(count, most + most // 2)

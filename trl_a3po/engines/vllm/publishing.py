@@ -22,7 +22,7 @@ from trl_a3po.engines.vllm.http import HttpFault
 from trl_a3po.engines.vllm.ipc import IpcTransfer
 from trl_a3po.engines.vllm.nccl import NcclTransfer
 from trl_a3po.engines.vllm.pool import ServerPool
-from trl_a3po.engines.vllm.pooled_server import Member, Publication
+from trl_a3po.engines.vllm.pooled_server import PooledServer, ServedWeights
 from trl_a3po.protocol.weights import WeightUpdate
 
 _SHARED_FOLDER = "It reads them from {folder}, which must be a folder it can see: set vllm_weights_dir."
@@ -42,7 +42,7 @@ class AdapterPublishing:
         pool, folders = self._pool, self._folders
         self.last_bytes = folders.write(update)
         carriers = on_all(pool, pool.targets(), self._load)
-        pool.set_publication(Publication(update.version, folders.newest, folders.newest), carriers)
+        pool.set_served_weights(ServedWeights(update.version, folders.newest, folders.newest), carriers)
         if not self._keeps:
             carriers = on_all(pool, carriers, self._interrupt)
         in_use = pool.in_use()
@@ -51,23 +51,23 @@ class AdapterPublishing:
                 on_all(pool, carriers, lambda member, name=name: member.server.unload_adapter(name))
                 folders.remove(name)
 
-    def bring_up(self, member: Member) -> None:
+    def bring_up(self, member: PooledServer) -> None:
         """Have a server that came back carry what was published last."""
         self.clean(member)
-        if self._folders.newest not in member.facts.adapters:  # it may have been out of reach, not gone
+        if self._folders.newest not in member.info.adapters:  # it may have been out of reach, not gone
             self._load(member)
 
-    def clean(self, member: Member) -> None:
+    def clean(self, member: PooledServer) -> None:
         """Unload what a run before this one left, or this one no longer keeps."""
-        for name in member.facts.adapters:
+        for name in member.info.adapters:
             if name.startswith(PREFIX) and name not in self._folders.folders:
                 member.server.unload_adapter(name)
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: PooledServer) -> None:
         for name in self._folders.folders:
             member.server.unload_adapter(name)
 
-    def model_name(self, member: Member) -> str:
+    def model_name(self, member: PooledServer) -> str:
         return self._folders.newest
 
     @property
@@ -83,10 +83,10 @@ class AdapterPublishing:
     def close(self) -> None:
         """There is nothing to end."""
 
-    def _load(self, member: Member) -> None:
+    def _load(self, member: PooledServer) -> None:
         member.server.load_adapter(self._folders.newest, str(self._folders.folders[self._folders.newest]))
 
-    def _interrupt(self, member: Member) -> None:
+    def _interrupt(self, member: PooledServer) -> None:
         self._pool.abort_calls(member, all_of_them=False)
         member.server.resume()
 
@@ -104,14 +104,14 @@ class WeightsPublishing:
         self,
         pool: ServerPool,
         folder: CheckpointFolder,
-        link: NcclTransfer | IpcTransfer | None,
+        transfer: NcclTransfer | IpcTransfer | None,
         *,
         keeps: bool,
         run: str,
     ):
         self._pool = pool
         self._folder = folder
-        self._link = link
+        self._transfer = transfer
         self._keeps = keeps
         self._run = run
         self._number = 0
@@ -120,21 +120,21 @@ class WeightsPublishing:
     def publish(self, update: WeightUpdate) -> None:
         """Raises `OSError` when it cannot be written, `EngineError` when a link breaks for good."""
         pool, self._number = self._pool, self._number + 1
-        if self._link is None:
+        if self._transfer is None:
             self.last_bytes = self._folder.write(update)
         pool.hold(True)
         try:
             targets = on_all(pool, pool.targets(), self._pause)
-            if self._link is None:
+            if self._transfer is None:
                 carriers = on_all(pool, targets, self._reload)
             else:
-                carriers, self.last_bytes = self._link.send(targets, update, self._folder.dtype, pool.lost)
-            pool.set_publication(Publication(update.version, "", f"{self._run}-{self._number}"), carriers)
+                carriers, self.last_bytes = self._transfer.send(targets, update, self._folder.dtype, pool.lost)
+            pool.set_served_weights(ServedWeights(update.version, "", f"{self._run}-{self._number}"), carriers)
             on_all(pool, carriers, lambda member: member.server.resume())
         finally:
             pool.hold(False)
 
-    def bring_up(self, member: Member) -> None:
+    def bring_up(self, member: PooledServer) -> None:
         """Have a server that came back carry what was published last; by disk alone."""
         member.server.pause("abort")
         self._reload(member)
@@ -143,30 +143,30 @@ class WeightsPublishing:
     @property
     def brings_up(self) -> bool:
         """Whether a server that came back can be brought up without a publish."""
-        return self._link is None
+        return self._transfer is None
 
     @property
     def hint(self) -> str:
         """What to do where a server did not take the first ones."""
-        return _SHARED_FOLDER.format(folder=self._folder.root) if self._link is None else self._link.hint
+        return _SHARED_FOLDER.format(folder=self._folder.root) if self._transfer is None else self._transfer.hint
 
-    def clean(self, member: Member) -> None:
+    def clean(self, member: PooledServer) -> None:
         """There is nothing that another run could have left."""
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: PooledServer) -> None:
         """A server keeps the weights it has."""
 
-    def model_name(self, member: Member) -> str:
-        return member.facts.model
+    def model_name(self, member: PooledServer) -> str:
+        return member.info.model
 
     def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
+        if self._transfer is not None:
+            self._transfer.close()
 
-    def _reload(self, member: Member) -> None:
+    def _reload(self, member: PooledServer) -> None:
         member.server.reload_weights(str(self._folder.folder))
 
-    def _pause(self, member: Member) -> None:
+    def _pause(self, member: PooledServer) -> None:
         if self._keeps:
             member.server.pause("keep")
             self._pool.settle(member)
@@ -174,7 +174,9 @@ class WeightsPublishing:
             self._pool.abort_calls(member, all_of_them=True)
 
 
-def on_all(pool: ServerPool, members: Sequence[Member], step: Callable[[Member], None]) -> list[Member]:
+def on_all(
+    pool: ServerPool, members: Sequence[PooledServer], step: Callable[[PooledServer], None]
+) -> list[PooledServer]:
     """Do one step on all members at a time; those that took it. One that did not is lost."""
     if not members:
         return []

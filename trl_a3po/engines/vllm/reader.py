@@ -12,10 +12,10 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 
-from trl_a3po.engines.vllm.calls import Ask, Ended, Mark, Told
+from trl_a3po.engines.vllm.calls import Barrier, CallRequest, Ended, ReaderUpdate
 from trl_a3po.engines.vllm.http import Call, HttpFault
 from trl_a3po.engines.vllm.server import Server
-from trl_a3po.engines.vllm.token_chunks import Piece, parse_answer, parse_events
+from trl_a3po.engines.vllm.token_chunks import TokenChunk, parse_answer, parse_events
 from trl_a3po.workers.channel import Channel
 from trl_a3po.workers.process import parents_channel
 
@@ -30,14 +30,14 @@ class Outbox:
     def __init__(self, channel: Channel):
         self._channel = channel
         self._changed = threading.Condition()
-        self._pieces: dict[int, list[Piece]] = {}
+        self._chunks: dict[int, list[TokenChunk]] = {}
         self._ended: list[Ended] = []
-        self._marks: list[int] = []
+        self._barriers: list[int] = []
         self._added: Counter[int] = Counter()  # times, by call that has not ended
 
-    def add(self, number: int, pieces: list[Piece]) -> None:
+    def add(self, number: int, chunks: list[TokenChunk]) -> None:
         with self._changed:
-            self._pieces.setdefault(number, []).extend(pieces)
+            self._chunks.setdefault(number, []).extend(chunks)
             self._added[number] += 1
             self._changed.notify()
 
@@ -47,9 +47,9 @@ class Outbox:
             del self._added[ended.number]
             self._changed.notify()
 
-    def mark(self, number: int) -> None:
+    def barrier(self, number: int) -> None:
         with self._changed:
-            self._marks.append(number)
+            self._barriers.append(number)
             self._changed.notify()
 
     def added(self, numbers: Sequence[int]) -> list[int]:
@@ -60,11 +60,13 @@ class Outbox:
     def run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._pieces or self._ended or self._marks, BEAT)
-                pieces, self._pieces = self._pieces, {}
+                self._changed.wait_for(lambda: self._chunks or self._ended or self._barriers, BEAT)
+                chunks, self._chunks = self._chunks, {}
                 ended, self._ended = self._ended, []
-                marks, self._marks = self._marks, []
-            self._channel.send(Told({number: list(map(tuple, some)) for number, some in pieces.items()}, ended, marks))
+                barriers, self._barriers = self._barriers, []
+            self._channel.send(
+                ReaderUpdate({number: list(map(tuple, some)) for number, some in chunks.items()}, ended, barriers)
+            )
             self._channel.drain()
             time.sleep(PACE)
 
@@ -78,46 +80,46 @@ def main() -> None:
             message = channel.receive_one()
         except EOFError:
             os._exit(0)
-        if isinstance(message, Ask):
-            call = calls[message.number] = Server(message.url).completion(message.body, message.limit)
+        if isinstance(message, CallRequest):
+            call = calls[message.number] = Server(message.url).completion(message.body, message.timeout)
             threading.Thread(target=make, args=(message, call, outbox, calls), daemon=True).start()
-        elif isinstance(message, Mark):
-            threading.Thread(target=reach, args=(message, outbox, calls), daemon=True).start()
+        elif isinstance(message, Barrier):
+            threading.Thread(target=reach_barrier, args=(message, outbox, calls), daemon=True).start()
         elif call := calls.get(message):
             call.end()
 
 
-def make(ask: Ask, call: Call, outbox: Outbox, calls: dict[int, Call]) -> None:
+def make(request: CallRequest, call: Call, outbox: Outbox, calls: dict[int, Call]) -> None:
     """The thread of one call."""
     fault = error = None
     try:
-        count = ask.body["n"]
-        if ask.body["stream"]:
+        count = request.body["n"]
+        if request.body["stream"]:
             for events in call.events():
-                pieces, fault = parse_events(events, count)
-                outbox.add(ask.number, pieces)
+                chunks, fault = parse_events(events, count)
+                outbox.add(request.number, chunks)
                 if fault is not None:
                     break
         else:
-            outbox.add(ask.number, parse_answer(call.data(), count))
+            outbox.add(request.number, parse_answer(call.data(), count))
     except HttpFault as broken:
         fault = broken
     except BaseException:
         error = traceback.format_exc()
-    del calls[ask.number]
-    outbox.end(Ended(ask.number, fault, error))
+    del calls[request.number]
+    outbox.end(Ended(request.number, fault, error))
 
 
-def reach(mark: Mark, outbox: Outbox, calls: dict[int, Call]) -> None:
+def reach_barrier(barrier: Barrier, outbox: Outbox, calls: dict[int, Call]) -> None:
     """The thread of one mark. It ends with the process where the servers do not stop sending."""
-    quiet, before = 0, outbox.added(mark.calls)
+    quiet, before = 0, outbox.added(barrier.calls)
     while quiet < QUIET:
         time.sleep(0.01)
-        open_calls = [call for number in mark.calls if (call := calls.get(number))]
-        added = outbox.added(mark.calls)
+        open_calls = [call for number in barrier.calls if (call := calls.get(number))]
+        added = outbox.added(barrier.calls)
         quiet = quiet + 1 if added == before and not any(call.has_arrived for call in open_calls) else 0
         before = added
-    outbox.mark(mark.number)
+    outbox.barrier(barrier.number)
 
 
 if __name__ == "__main__":

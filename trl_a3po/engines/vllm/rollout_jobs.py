@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trl_a3po.engines.vllm.http import AnswerFault
-from trl_a3po.engines.vllm.token_chunks import Piece
+from trl_a3po.engines.vllm.token_chunks import TokenChunk
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished, GroupRequest, SamplingSettings
 from trl_a3po.protocol.records import Rollout
 
@@ -17,7 +17,7 @@ MOST_BACKOFF = 8.0
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class PartialRollout:
     """One rollout, as far as it is sampled."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -25,43 +25,43 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
 
-    def add(self, piece: Piece, version: int, sampling: SamplingSettings) -> None:
+    def add(self, chunk: TokenChunk, version: int, sampling: SamplingSettings) -> None:
         """Append a server's tokens, sampled from `version`.
 
         Raises:
             AnswerFault: they cannot be the answer; the sequence is as before.
         """
-        length = len(self.token_ids) + len(piece.token_ids)
+        length = len(self.token_ids) + len(chunk.token_ids)
         if self.finish is not None or length > sampling.max_new_tokens:
             raise AnswerFault(
                 f"A completion of {length} tokens is longer than the {sampling.max_new_tokens} asked for."
             )
-        last = piece.token_ids[-1] if piece.token_ids else None
-        if piece.finish == "stop" and last not in sampling.stop_token_ids:
+        last = chunk.token_ids[-1] if chunk.token_ids else None
+        if chunk.finish == "stop" and last not in sampling.stop_token_ids:
             raise AnswerFault(
                 f"A completion stopped at token {last}, which is not among the stop tokens {sampling.stop_token_ids}: "
                 "the server has stop tokens of its own; start it with --generation-config vllm."
             )
-        if piece.finish == "length" and length < sampling.max_new_tokens:
+        if chunk.finish == "length" and length < sampling.max_new_tokens:
             raise AnswerFault(
                 f"A completion was cut at {length} tokens, before the {sampling.max_new_tokens} asked for."
             )
-        self.token_ids += piece.token_ids
-        self.logps += piece.logps
-        self.versions += [version] * len(piece.token_ids)
-        if piece.finish in ("stop", "length"):
-            self.finish = piece.finish
+        self.token_ids += chunk.token_ids
+        self.logps += chunk.logps
+        self.versions += [version] * len(chunk.token_ids)
+        if chunk.finish in ("stop", "length"):
+            self.finish = chunk.finish
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class PartialGroup:
     request: GroupRequest
-    sequences: list[Sequence]
+    sequences: list[PartialRollout]
     cancelled: bool = False
 
     @classmethod
-    def of(cls, request: GroupRequest) -> "Group":
-        return cls(request, [Sequence() for _ in range(request.num_rollouts)])
+    def of(cls, request: GroupRequest) -> "PartialGroup":
+        return cls(request, [PartialRollout() for _ in range(request.num_rollouts)])
 
     @property
     def finished(self) -> bool:
@@ -81,8 +81,8 @@ class Job:
         not_before: when the next may be made, on the monotonic clock.
     """
 
-    group: Group
-    sequences: list[Sequence]
+    group: PartialGroup
+    sequences: list[PartialRollout]
     tries: int = 0
     not_before: float = 0.0
 

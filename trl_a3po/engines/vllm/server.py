@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from trl_a3po.engines.vllm.http import AnswerFault, Call, StatusFault, fetch_json, server_url
 
-CONTROL_LIMIT = 30.0  # seconds for what takes a server no time
-LOAD_LIMIT = 300.0  # seconds for loading weights
+CONTROL_TIMEOUT = 30.0  # seconds for what takes a server no time
+LOAD_TIMEOUT = 300.0  # seconds for loading weights
 
 
 @dataclass(frozen=True)
-class Facts:
+class ServerInfo:
     """What a server says of itself.
 
     Args:
@@ -61,14 +61,14 @@ class Server:
     def __init__(self, url: str):
         self.url = server_url(url)
 
-    def completion(self, body: dict[str, Any], limit: float) -> Call:
-        return Call(self.url, "POST", "/v1/completions", body, limit=limit)
+    def completion(self, body: dict[str, Any], timeout: float) -> Call:
+        return Call(self.url, "POST", "/v1/completions", body, timeout=timeout)
 
-    def ping(self, limit: float = 5.0) -> None:
+    def ping(self, timeout: float = 5.0) -> None:
         """Return if it is able to serve."""
-        Call(self.url, "GET", "/health", limit=limit).text()
+        Call(self.url, "GET", "/health", timeout=timeout).text()
 
-    def facts(self) -> Facts:
+    def info(self) -> ServerInfo:
         version = self._get("/version")
         models = self._get("/v1/models")
         try:
@@ -79,12 +79,12 @@ class Server:
             raise AnswerFault(f"{self.url} does not answer like vLLM: {str(models)[:300]}.") from error
         try:
             # The first answer collects facts of the machine, which takes seconds.
-            info = fetch_json(self.url, "GET", "/server_info?config_format=json", limit=2 * CONTROL_LIMIT)
+            info = fetch_json(self.url, "GET", "/server_info?config_format=json", timeout=2 * CONTROL_TIMEOUT)
         except StatusFault as fault:
             if fault.status != 404:
                 raise
-            return Facts(**known)
-        return Facts(**known, **_configured(info))
+            return ServerInfo(**known)
+        return ServerInfo(**known, **_configured(info))
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:
         """Stop sampling. "keep" leaves sequences and their caches as they are; "abort" ends them as they are, so that
@@ -97,13 +97,13 @@ class Server:
 
     def load_adapter(self, name: str, folder: str) -> None:
         body = {"lora_name": name, "lora_path": folder}
-        Call(self.url, "POST", "/v1/load_lora_adapter", body, limit=LOAD_LIMIT).text()
+        Call(self.url, "POST", "/v1/load_lora_adapter", body, timeout=LOAD_TIMEOUT).text()
 
     def unload_adapter(self, name: str) -> None:
         """Have it forget an adapter; one that was started again never had it."""
         body = {"lora_name": name}
         try:
-            Call(self.url, "POST", "/v1/unload_lora_adapter", body, limit=CONTROL_LIMIT).text()
+            Call(self.url, "POST", "/v1/unload_lora_adapter", body, timeout=CONTROL_TIMEOUT).text()
         except StatusFault as fault:
             if fault.status != 404:
                 raise
@@ -111,27 +111,27 @@ class Server:
     def reload_weights(self, folder: str) -> None:
         """Load a checkpoint over the weights it has."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        self._post("/collective_rpc", body, LOAD_LIMIT)
+        self._post("/collective_rpc", body, LOAD_TIMEOUT)
 
     def generated_tokens(self) -> int | None:
         """Tokens it has sampled since it started; `None` if it does not count them."""
-        text = Call(self.url, "GET", "/metrics", limit=CONTROL_LIMIT).text()
+        text = Call(self.url, "GET", "/metrics", timeout=CONTROL_TIMEOUT).text()
         counts = [
             line.rpartition(" ")[2] for line in text.splitlines() if line.startswith("vllm:generation_tokens_total{")
         ]
         return round(sum(map(float, counts))) if counts else None
 
-    def post(self, path: str, body: Any = None, limit: float = CONTROL_LIMIT) -> Any:
-        return self._post(path, body, limit)
+    def post(self, path: str, body: Any = None, timeout: float = CONTROL_TIMEOUT) -> Any:
+        return self._post(path, body, timeout)
 
     def get(self, path: str) -> Any:
         return self._get(path)
 
     def _get(self, path: str) -> Any:
-        return fetch_json(self.url, "GET", path, limit=CONTROL_LIMIT)
+        return fetch_json(self.url, "GET", path, timeout=CONTROL_TIMEOUT)
 
-    def _post(self, path: str, body: Any = None, limit: float = CONTROL_LIMIT) -> Any:
-        return fetch_json(self.url, "POST", path, {} if body is None else body, limit=limit)
+    def _post(self, path: str, body: Any = None, timeout: float = CONTROL_TIMEOUT) -> Any:
+        return fetch_json(self.url, "POST", path, {} if body is None else body, timeout=timeout)
 
 
 def _configured(info: Mapping[str, Any]) -> dict[str, Any]:

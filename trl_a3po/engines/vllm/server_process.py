@@ -20,12 +20,12 @@ import torch
 from trl_a3po.engines.vllm import guard
 from trl_a3po.engines.vllm.http import HttpFault
 from trl_a3po.engines.vllm.server import Server
-from trl_a3po.engines.vllm.startup import Needs, server_arguments, server_environment
+from trl_a3po.engines.vllm.startup import ServerRequirements, server_arguments, server_environment
 from trl_a3po.errors import EngineError
 from trl_a3po.workers.process import worker_environment
 
-_TAIL = 4096
-_GRACE = 10.0
+_TAIL_BYTES = 4096
+_STOP_TIMEOUT = 10.0
 
 
 class ServerProcess:
@@ -43,7 +43,7 @@ class ServerProcess:
     def __init__(
         self,
         python: str,
-        needs: Needs,
+        requirements: ServerRequirements,
         device: torch.device,
         log: Path,
         *,
@@ -63,13 +63,13 @@ class ServerProcess:
             folder = ""
             url, where = f"http://127.0.0.1:{port}", ("--host", "127.0.0.1", "--port", str(port))
         self.server = Server(url)
-        model, *options = server_arguments(needs)
+        model, *options = server_arguments(requirements)
         self._command = [
             *(sys.executable, "-P", guard.__file__, str(os.getpid()), str(folder)),
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
             *(*where, *options),
         ]
-        self._environment = worker_environment(threads) | server_environment(needs)
+        self._environment = worker_environment(threads) | server_environment(requirements)
         self._environment["PYTHONSAFEPATH"] = "1"  # the folder we stand in must not shadow a library
         self._environment.pop("PYTHONPATH")  # of this interpreter, which need not be the server's
         if python == sys.executable and "PYTHONPATH" in os.environ:
@@ -96,21 +96,19 @@ class ServerProcess:
                 start_new_session=True,
             )
 
-    def wait_until_ready(self, limit: float) -> None:
-        """Raises `EngineError`, with the end of its log, when it dies or is not ready within `limit` seconds."""
-        deadline = time.monotonic() + limit
+    def wait_until_ready(self, timeout: float) -> None:
+        """Raises `EngineError`, with the end of its log, when it dies or is not ready within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
         while True:
             if self._process.poll() is not None:
-                raise EngineError(
-                    f"The vLLM server ended with exit code {self._process.returncode}. {self.last_words}"
-                )
+                raise EngineError(f"The vLLM server ended with exit code {self._process.returncode}. {self.log_tail}")
             try:
                 self.server.ping()
                 return
             except HttpFault:
                 time.sleep(0.2)
             if time.monotonic() > deadline:
-                raise EngineError(f"The vLLM server was not ready within {limit:g} s. {self.last_words}")
+                raise EngineError(f"The vLLM server was not ready within {timeout:g} s. {self.log_tail}")
 
     def keep_alive(self) -> None:
         """Start it again if it has died. Raises `EngineError` when it did so too often."""
@@ -119,7 +117,7 @@ class ServerProcess:
         if self.restarts >= self._max_restarts:
             raise EngineError(
                 f"The vLLM server ended with exit code {self._process.returncode}, after it had been started again "
-                f"engine_restarts={self._max_restarts} times. {self.last_words}"
+                f"engine_restarts={self._max_restarts} times. {self.log_tail}"
             )
         self.restarts += 1
         self.start()
@@ -129,7 +127,7 @@ class ServerProcess:
         if self._process is not None and self._process.poll() is None:
             self._process.stdin.close()  # asks the guard to end everything
             try:
-                self._process.wait(_GRACE)
+                self._process.wait(_STOP_TIMEOUT)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
@@ -143,9 +141,9 @@ class ServerProcess:
         return self._process.pid
 
     @property
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         with self._log.open("rb") as file:
-            file.seek(max(0, self._log.stat().st_size - _TAIL))
+            file.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
             return f"Its log, {self._log}, ends with:\n{file.read().decode(errors='replace').strip()}"
 
 

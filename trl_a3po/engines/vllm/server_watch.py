@@ -1,7 +1,7 @@
 """Looking after the servers of a pool: which can be reached, bringing back those that were lost, and when to give up.
 
 Guarantees: a server that comes back is checked again and carries the current publication before it gets work; all
-servers out of reach for `outage_limit` seconds end the run with one error, as does what goes wrong here.
+servers out of reach for `outage_timeout` seconds end the run with one error, as does what goes wrong here.
 
 Threads: one for each server.
 """
@@ -12,10 +12,10 @@ import time
 import traceback
 from collections.abc import Callable
 
-from trl_a3po.engines.vllm.http import HttpFault, LimitFault
+from trl_a3po.engines.vllm.http import HttpFault, TimeoutFault
 from trl_a3po.engines.vllm.pool import ServerPool
-from trl_a3po.engines.vllm.pooled_server import Member
-from trl_a3po.engines.vllm.server import Facts, Server
+from trl_a3po.engines.vllm.pooled_server import PooledServer
+from trl_a3po.engines.vllm.server import Server, ServerInfo
 from trl_a3po.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 MISSED_PINGS = 3
 
 
-class Watch:
+class ServerWatch:
     """
     Args:
         pool: closed before this is.
         check: facts of a server -> raises `EngineError` if it does not fit the run.
         deliver: has a member carry what was published last; `None`: only a publish can.
-        outage_limit: seconds without any server.
+        outage_timeout: seconds without any server.
         poll: seconds between two looks at a server.
         keep_alive: called by the thread of the first server; it restarts a process of ours.
     """
@@ -38,16 +38,16 @@ class Watch:
         self,
         pool: ServerPool,
         *,
-        check: Callable[[Server, Facts], None],
-        deliver: Callable[[Member], None] | None,
-        outage_limit: float,
+        check: Callable[[Server, ServerInfo], None],
+        deliver: Callable[[PooledServer], None] | None,
+        outage_timeout: float,
         poll: float,
         keep_alive: Callable[[], None],
     ):
         self._pool = pool
         self._check = check
         self._deliver = deliver
-        self._outage_limit = outage_limit
+        self._outage_timeout = outage_timeout
         self._poll = poll
         self._keep_alive = keep_alive
         self._alive_at = time.monotonic()
@@ -66,7 +66,7 @@ class Watch:
         for thread in self._threads:
             thread.join(2.0)
 
-    def _watch(self, member: Member, first: bool) -> None:
+    def _watch(self, member: PooledServer, first: bool) -> None:
         """The thread of one server."""
         while True:
             try:
@@ -79,16 +79,16 @@ class Watch:
                 self._pool.end_with(f"Watching {member.server.url} failed by itself:\n{traceback.format_exc()}")
             self._note_outage()
             self._pool.dispatch()  # what has waited long enough
-            if self._pool.is_over(within=self._poll):
+            if self._pool.is_over(timeout=self._poll):
                 return
 
-    def _look_at(self, member: Member) -> None:
+    def _look_at(self, member: PooledServer) -> None:
         try:
             member.server.ping()
         except HttpFault as fault:
             member.pings_missed += 1
             member.last_fault = str(fault)
-            if not isinstance(fault, LimitFault) or member.pings_missed >= MISSED_PINGS:
+            if not isinstance(fault, TimeoutFault) or member.pings_missed >= MISSED_PINGS:
                 self._pool.lost(member, str(fault))
             return
         member.pings_missed = 0
@@ -102,15 +102,15 @@ class Watch:
                     logger.warning("%s", error)
                 member.last_fault = str(error)
 
-    def _bring_up(self, member: Member) -> None:
-        facts = member.server.facts()
-        self._check(member.server, facts)
+    def _bring_up(self, member: PooledServer) -> None:
+        info = member.server.info()
+        self._check(member.server, info)
         with self._pool.changing:
             if self._pool.is_over():
                 return
-            self._pool.admit(member, facts)
-            publication = self._pool.publication
-            if publication is None:
+            self._pool.admit(member, info)
+            served_weights = self._pool.served_weights
+            if served_weights is None:
                 return
             if self._deliver is None:
                 member.last_fault = "it answers again, and gets the weights with the next publish"
@@ -121,15 +121,15 @@ class Watch:
                 self._pool.lost(member, str(fault))
                 return
             self._pool.back(member)
-        logger.warning("%s is back and carries version %d.", member.server.url, publication.version)
+        logger.warning("%s is back and carries version %d.", member.server.url, served_weights.version)
 
     def _note_outage(self) -> None:
         now = time.monotonic()
         if self._pool.can_sample or self._pool.is_over():
             self._alive_at = now
-        elif now - self._alive_at > self._outage_limit:
-            told = "; ".join(f"{member.server.url}: {member.last_fault}" for member in self._pool.members)
+        elif now - self._alive_at > self._outage_timeout:
+            faults = "; ".join(f"{member.server.url}: {member.last_fault}" for member in self._pool.members)
             self._pool.end_with(
-                f"No vLLM server has been able to sample for {self._outage_limit:g} s ({told}). Start them again and "
-                "resume from the last checkpoint."
+                f"No vLLM server has been able to sample for {self._outage_timeout:g} s ({faults}). Start the servers "
+                "again and resume from the last checkpoint."
             )

@@ -14,14 +14,14 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from packaging.version import InvalidVersion, Version
 
-from trl_a3po.engines.vllm.server import Facts
+from trl_a3po.engines.vllm.server import ServerInfo
 from trl_a3po.errors import EngineError
 
 OLDEST, NEWEST = "0.22", "0.31"
 
 
 @dataclass(frozen=True)
-class Needs:
+class ServerRequirements:
     """
     Args:
         model: folder or name of the base model.
@@ -49,7 +49,7 @@ class Needs:
     options: dict[str, str] = field(default_factory=dict)
     shape: Mapping[str, Any] = field(default_factory=dict)
 
-    def started_here(self, folder: str, options: dict[str, str]) -> "Needs":
+    def started_here(self, folder: str, options: dict[str, str]) -> "ServerRequirements":
         """Those of a server that serves the model in `folder` and sees no tokenizer."""
         return replace(self, model=folder, options={"--skip-tokenizer-init": "", **options})
 
@@ -61,64 +61,65 @@ class Needs:
         return f"{variables} {shlex.join(['vllm', 'serve', *server_arguments(self), *where])}"
 
 
-def check_server(url: str, facts: Facts, needs: Needs) -> None:
+def check_server(url: str, info: ServerInfo, requirements: ServerRequirements) -> None:
     """Raise `EngineError` for a server that cannot serve the run, naming all that is missing."""
-    missing = [*_version(facts), *_model(facts, needs)]
-    missing += _settings(facts, needs) if facts.dev_mode else _no_dev_mode()
-    if facts.max_model_len < needs.longest:
+    missing = [*_version(info), *_model(info, requirements)]
+    missing += _settings(info, requirements) if info.dev_mode else _no_dev_mode()
+    if info.max_model_len < requirements.longest:
         missing.append(
-            f"its context is {facts.max_model_len} tokens, but a prompt and its completion take up to {needs.longest}"
+            f"its context is {info.max_model_len} tokens, but a prompt and its completion take up to "
+            f"{requirements.longest}"
         )
     if missing:
         raise EngineError(
             f"The vLLM server at {url} cannot serve this run: {'; '.join(missing)}. Start it with:\n\n    "
-            f"{needs.command(url)}\n"
+            f"{requirements.command(url)}\n"
         )
 
 
-def server_arguments(needs: Needs) -> list[str]:
+def server_arguments(requirements: ServerRequirements) -> list[str]:
     """The options of `vllm serve` that the run needs, the model first."""
     options = {
-        "--dtype": needs.dtype,
-        "--max-model-len": str(needs.context),
-        "--logprobs-mode": needs.logprobs_modes[0],
+        "--dtype": requirements.dtype,
+        "--max-model-len": str(requirements.context),
+        "--logprobs-mode": requirements.logprobs_modes[0],
         "--generation-config": "vllm",
-        **needs.options,
+        **requirements.options,
     }
-    if needs.max_lora_rank:
+    if requirements.max_lora_rank:
         options |= {
             "--enable-lora": "",
-            "--max-lora-rank": str(needs.max_lora_rank),
-            "--max-loras": str(needs.max_loras),
+            "--max-lora-rank": str(requirements.max_lora_rank),
+            "--max-loras": str(requirements.max_loras),
         }
-    if needs.transfer:
-        options["--weight-transfer-config"] = json.dumps({"backend": needs.transfer})
-    return [needs.model, *(word for option in options.items() for word in option if word)]
+    if requirements.transfer:
+        options["--weight-transfer-config"] = json.dumps({"backend": requirements.transfer})
+    return [requirements.model, *(word for option in options.items() for word in option if word)]
 
 
-def server_environment(needs: Needs) -> dict[str, str]:
+def server_environment(requirements: ServerRequirements) -> dict[str, str]:
     """Environment variables that the run needs the server to have."""
-    adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if needs.max_lora_rank else {}
-    handles = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if needs.transfer == "ipc" else {}
-    invariant = {"VLLM_BATCH_INVARIANT": "1"} if needs.batch_invariant else {}
+    adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if requirements.max_lora_rank else {}
+    handles = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if requirements.transfer == "ipc" else {}
+    invariant = {"VLLM_BATCH_INVARIANT": "1"} if requirements.batch_invariant else {}
     return {"VLLM_SERVER_DEV_MODE": "1", **adapters, **handles, **invariant}
 
 
-def _version(facts: Facts) -> list[str]:
+def _version(info: ServerInfo) -> list[str]:
     try:
-        release = Version(facts.version).release[:2]
+        release = Version(info.version).release[:2]
     except InvalidVersion:
         return []  # a build of one's own: what it can do is checked below
     if Version(OLDEST).release <= release <= Version(NEWEST).release or release < (0, 10):
         return []  # builds from source may call themselves 0.1
-    return [f"it is vLLM {facts.version}, and {OLDEST} to {NEWEST} are supported"]
+    return [f"it is vLLM {info.version}, and {OLDEST} to {NEWEST} are supported"]
 
 
-def _model(facts: Facts, needs: Needs) -> list[str]:
-    served = served_config(facts.serves)
-    for name, ours in needs.shape.items():
+def _model(info: ServerInfo, requirements: ServerRequirements) -> list[str]:
+    served = served_config(info.serves)
+    for name, ours in requirements.shape.items():
         if served.get(name, ours) != ours:
-            return [f"it serves {facts.serves!r}, whose {name} is {served[name]}, but the trained model's is {ours}"]
+            return [f"it serves {info.serves!r}, whose {name} is {served[name]}, but the trained model's is {ours}"]
     return []
 
 
@@ -140,43 +141,43 @@ def _no_dev_mode() -> list[str]:
     return ["it lacks the endpoints that change weights, which VLLM_SERVER_DEV_MODE=1 opens"]
 
 
-def _settings(facts: Facts, needs: Needs) -> list[str]:
+def _settings(info: ServerInfo, requirements: ServerRequirements) -> list[str]:
     missing = []
-    if facts.logprobs_mode not in needs.logprobs_modes:
+    if info.logprobs_mode not in requirements.logprobs_modes:
         missing.append(
-            f"its --logprobs-mode is {facts.logprobs_mode}, which at this temperature and with these filters is not "
-            f"the log-prob that a token was sampled with: {' or '.join(needs.logprobs_modes)} is"
+            f"its --logprobs-mode is {info.logprobs_mode}, which at this temperature and with these filters is not "
+            f"the log-prob that a token was sampled with: {' or '.join(requirements.logprobs_modes)} is"
         )
-    if needs.batch_invariant and not facts.batch_invariant:
+    if requirements.batch_invariant and not info.batch_invariant:
         missing.append(
             "what it samples depends on what else it decodes, which deterministic=True rules out and "
             "VLLM_BATCH_INVARIANT=1 prevents"
         )
-    if needs.max_lora_rank:
-        return missing + _adapters(facts, needs)
-    if facts.max_loras:
+    if requirements.max_lora_rank:
+        return missing + _adapters(info, requirements)
+    if info.max_loras:
         missing.append(
             "it was started with --enable-lora, which renames its weights so that whole ones cannot be loaded: one "
             "server takes adapters or whole weights"
         )
-    if needs.transfer and facts.transfer != needs.transfer:
-        missing.append(f"its --weight-transfer-config has the backend {facts.transfer}, not {needs.transfer}")
-    if needs.transfer == "ipc" and not facts.reads_handles:
+    if requirements.transfer and info.transfer != requirements.transfer:
+        missing.append(f"its --weight-transfer-config has the backend {info.transfer}, not {requirements.transfer}")
+    if requirements.transfer == "ipc" and not info.reads_handles:
         missing.append("it reads no handles of CUDA IPC, which VLLM_ALLOW_INSECURE_SERIALIZATION=1 allows")
     return missing
 
 
-def _adapters(facts: Facts, needs: Needs) -> list[str]:
-    if not facts.max_loras:
+def _adapters(info: ServerInfo, requirements: ServerRequirements) -> list[str]:
+    if not info.max_loras:
         return ["it was started without --enable-lora, and adapters are published to it"]
     missing = []
-    if not facts.loads_adapters:
+    if not info.loads_adapters:
         missing.append("it cannot load adapters while it runs, which VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 allows")
-    if facts.max_lora_rank < needs.max_lora_rank:
-        missing.append(f"its --max-lora-rank={facts.max_lora_rank} is below the adapter's {needs.max_lora_rank}")
-    if facts.max_loras < needs.max_loras:
+    if info.max_lora_rank < requirements.max_lora_rank:
+        missing.append(f"its --max-lora-rank={info.max_lora_rank} is below the adapter's {requirements.max_lora_rank}")
+    if info.max_loras < requirements.max_loras:
         missing.append(
-            f"its --max-loras={facts.max_loras} is below max_staleness + 2 = {needs.max_loras}: rollouts of that many "
-            "versions may be in work at a time"
+            f"its --max-loras={info.max_loras} is below max_staleness + 2 = {requirements.max_loras}: rollouts of "
+            "that many versions may be in progress at the same time"
         )
     return missing

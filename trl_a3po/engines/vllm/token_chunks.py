@@ -14,7 +14,7 @@ from trl_a3po.engines.vllm.http import AnswerFault, shown_of
 Finish = Literal["stop", "length", "abort"]
 
 
-class Piece(NamedTuple):
+class TokenChunk(NamedTuple):
     """Tokens of one sequence, in order; `finish` is `None` while there are more to come."""
 
     index: int
@@ -43,29 +43,29 @@ _answer = msgspec.json.Decoder(_Answer)
 _answers = msgspec.json.Decoder(list[_Answer])
 
 
-def parse_answer(data: bytes, count: int) -> list[Piece]:
+def parse_answer(data: bytes, count: int) -> list[TokenChunk]:
     """The `count` sequences of a whole answer."""
-    pieces = _pieces(_decoded(data), count)
-    if sorted(piece.index for piece in pieces) != list(range(count)):
-        raise AnswerFault(f"An answer has the sequences {[p.index for p in pieces]}, but {count} were asked for.")
-    if any(piece.finish is None for piece in pieces):
+    chunks = _chunks(_decoded(data), count)
+    if sorted(chunk.index for chunk in chunks) != list(range(count)):
+        raise AnswerFault(f"An answer has the sequences {[p.index for p in chunks]}, but {count} were asked for.")
+    if any(chunk.finish is None for chunk in chunks):
         raise AnswerFault("An answer holds a completion that is not finished.")
-    return pieces
+    return chunks
 
 
-def parse_events(events: Sequence[bytes], count: int) -> tuple[list[Piece], AnswerFault | None]:
+def parse_events(events: Sequence[bytes], count: int) -> tuple[list[TokenChunk], AnswerFault | None]:
     """The tokens of events of a stream up to the first that is none, and what is wrong with that."""
     try:
         answers = _answers.decode(b"[%b]" % b",".join(events))
     except msgspec.MsgspecError:
         answers = (_decoded(event) for event in events)
-    pieces: list[Piece] = []
+    chunks: list[TokenChunk] = []
     try:
         for answer in answers:
-            pieces += _pieces(answer, count)
+            chunks += _chunks(answer, count)
     except AnswerFault as fault:
-        return pieces, fault
-    return pieces, None
+        return chunks, fault
+    return chunks, None
 
 
 def _decoded(answer: bytes) -> _Answer:
@@ -76,14 +76,14 @@ def _decoded(answer: bytes) -> _Answer:
         raise AnswerFault(f"An answer is no completion ({error}){shown}.") from error
 
 
-def _pieces(answer: _Answer, count: int) -> list[Piece]:
-    return [_piece(choice, count) for choice in answer.choices]
+def _chunks(answer: _Answer, count: int) -> list[TokenChunk]:
+    return [_chunk(choice, count) for choice in answer.choices]
 
 
-def _piece(choice: _Choice, count: int) -> Piece:
+def _chunk(choice: _Choice, count: int) -> TokenChunk:
     token_ids, logps = choice.token_ids or [], choice.logprobs.token_logprobs if choice.logprobs else []
     if choice.index >= count:
         raise AnswerFault(f"An answer has a sequence {choice.index}, but {count} were asked for.")
     if len(token_ids) != len(logps):
         raise AnswerFault(f"An answer has {len(token_ids)} token ids and {len(logps)} log-probs.")
-    return Piece(choice.index, token_ids, logps, choice.finish_reason)
+    return TokenChunk(choice.index, token_ids, logps, choice.finish_reason)

@@ -1,9 +1,14 @@
-"""`VLLMEngine`: samples on vLLM servers, running already or started here.
+"""`VLLMEngine`: samples on vLLM servers that are running already or are started here.
 
-Guarantees (beside those of `protocol/engine.py`): a policy with an adapter is sent as that adapter alone, one without
-as whole weights; servers that are not ours are left as they are found, but for their weights. `opening.py` has how
-servers are started and checked, `pool.py` what becomes of requests and how a token's version is known, `server_watch.py` what
-happens when a server dies, `publishing.py` what a publish does and what rollouts in flight go through.
+Guarantees, beside those of `protocol/engine.py`: a policy with an adapter is published as the adapter alone, and one
+without as whole weights; servers that were not started here are left as they were found, except for their weights.
+
+Where to look:
+
+- `pool.py` assigns requests to servers, and `ServerPool._record_tokens` gives every token its policy version;
+- `publishing.py` publishes weights, and decides what happens to rollouts in flight;
+- `server_watch.py` brings back servers that died;
+- `opening.py` and `startup.py` start and check servers.
 """
 
 import logging
@@ -21,16 +26,16 @@ from trl_a3po.engines.vllm.adapter_support import adapter_obstacle
 from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
 from trl_a3po.engines.vllm.folders import EngineFolder
 from trl_a3po.engines.vllm.http import ConnectionFault, HttpFault, StatusFault
-from trl_a3po.engines.vllm.opening import OwnServer, await_servers, needs_of
+from trl_a3po.engines.vllm.opening import OwnServer, await_servers, server_requirements
 from trl_a3po.engines.vllm.pool import ServerPool
-from trl_a3po.engines.vllm.pooled_server import Member, Publication
+from trl_a3po.engines.vllm.pooled_server import PooledServer, ServedWeights
 from trl_a3po.engines.vllm.publishing import AdapterPublishing, WeightsPublishing
 from trl_a3po.engines.vllm.scoring import score
 from trl_a3po.engines.vllm.server import Server
 from trl_a3po.engines.vllm.server_process import ServerProcess
-from trl_a3po.engines.vllm.server_watch import Watch
+from trl_a3po.engines.vllm.server_watch import ServerWatch
 from trl_a3po.engines.vllm.startup import check_server
-from trl_a3po.engines.vllm.weight_route import Setting, link_to, link_to_start_for
+from trl_a3po.engines.vllm.weight_route import Setting, transfer_backend_to_start, weight_transfer
 from trl_a3po.errors import EngineError
 from trl_a3po.models.replica import check_names
 from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupRequest, SamplingSettings
@@ -56,9 +61,9 @@ class VLLMEngine:
         max_prompt_tokens: longest prompt; `None` leaves that to the servers' context.
         context: tokens of a server's context; `None`: the model's, or what `max_prompt_tokens` needs.
         python, device, gpu_memory, slots, threads, max_restarts: of a server started here (`OwnServer`).
-        start_limit: seconds until all servers must be ready.
-        request_limit: seconds for one call.
-        outage_limit: seconds without any server before the run ends.
+        start_timeout: seconds until all servers must be ready.
+        request_timeout: seconds for one call.
+        outage_timeout: seconds without any server before the run ends.
         poll: seconds between two looks at a server.
     """
 
@@ -80,9 +85,9 @@ class VLLMEngine:
         slots: int | None = None,
         threads: int | None = None,
         max_restarts: int = 3,
-        start_limit: float = 600.0,
-        request_limit: float = 600.0,
-        outage_limit: float = 120.0,
+        start_timeout: float = 600.0,
+        request_timeout: float = 600.0,
+        outage_timeout: float = 120.0,
         poll: float = 1.0,
     ):
         self._owner = os.getpid()
@@ -97,11 +102,11 @@ class VLLMEngine:
         self._deterministic = deterministic
         self._max_prompt_tokens = max_prompt_tokens
         self._context = context
-        self._start_limit = start_limit
-        self._request_limit = request_limit
-        self._watch_limits = {"outage_limit": outage_limit, "poll": poll}
+        self._start_timeout = start_timeout
+        self._request_timeout = request_timeout
+        self._watch_settings = {"outage_timeout": outage_timeout, "poll": poll}
         self._pool: ServerPool | None = None
-        self._watch: Watch | None = None
+        self._watch: ServerWatch | None = None
         self._process: ServerProcess | None = None
         self._publishing: AdapterPublishing | WeightsPublishing | None = None
         self._names: set[str] = set()
@@ -124,8 +129,8 @@ class VLLMEngine:
         transfer = None  # an adapter goes by disk
         if spec.peft_config is None:
             server = None if self._urls else self._own.device
-            transfer = link_to_start_for(self._transfer, self._trainer_device, server)
-        self._needs = needs_of(
+            transfer = transfer_backend_to_start(self._transfer, self._trainer_device, server)
+        self._requirements = server_requirements(
             spec,
             sampling,
             max_prompt_tokens=self._max_prompt_tokens,
@@ -199,10 +204,10 @@ class VLLMEngine:
             if member is None:
                 time.sleep(0.1)
                 continue
-            publication = Publication(self._version, self._model_name(member), f"score-{uuid.uuid4().hex}")
+            served_weights = ServedWeights(self._version, self._model_name(member), f"score-{uuid.uuid4().hex}")
             try:
                 left = max(1.0, deadline - time.monotonic())
-                logps = score(member.server, publication, self._sampling, *key, limit=left)
+                logps = score(member.server, served_weights, self._sampling, *key, timeout=left)
             except HttpFault as error:
                 fault = error
                 if isinstance(error, StatusFault) and error.status in (400, 413, 422):
@@ -212,7 +217,7 @@ class VLLMEngine:
                 time.sleep(0.1)
                 continue
             pool.scored(member, len(completion_ids))
-            return logps, publication.version
+            return logps, served_weights.version
         raise EngineError(
             f"No vLLM server has scored {len(completion_ids)} known tokens within {timeout:g} s"
             f"{f': {fault}' if fault else ''}."
@@ -245,43 +250,43 @@ class VLLMEngine:
 
     def _start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
         if not self._urls:
-            self._process = self._own.start(self._needs, spec, update, self._root, self._start_limit)
+            self._process = self._own.start(self._requirements, spec, update, self._root, self._start_timeout)
         servers = [Server(url) for url in self._urls] or [self._process.server]
-        found = await_servers(servers, self._needs, self._start_limit)
-        for server, facts in zip(servers, found, strict=True):
-            check_server(server.url, facts, self._needs)
+        found = await_servers(servers, self._requirements, self._start_timeout)
+        for server, info in zip(servers, found, strict=True):
+            check_server(server.url, info, self._requirements)
         sends_adapters = spec.peft_config is not None
         self._pool = ServerPool(
             servers,
             sampling,
             streams=self._keeps and not sends_adapters,
-            request_limit=self._request_limit,
+            request_timeout=self._request_timeout,
             seeds=self._deterministic,
         )
         if sends_adapters:
             folders = AdapterFolders(self._root, spec, self._kept_versions)
             self._publishing = AdapterPublishing(self._pool, folders, keeps=self._keeps)
         else:
-            link = link_to(self._transfer, self._trainer_device, [server.url for server in servers], found)
+            transfer = weight_transfer(self._transfer, self._trainer_device, [server.url for server in servers], found)
             folder = CheckpointFolder(self._root, spec)
-            self._publishing = WeightsPublishing(self._pool, folder, link, keeps=self._keeps, run=self._root.name)
-        for member, facts in zip(self._pool.members, found, strict=True):
-            self._pool.admit(member, facts)
+            self._publishing = WeightsPublishing(self._pool, folder, transfer, keeps=self._keeps, run=self._root.name)
+        for member, info in zip(self._pool.members, found, strict=True):
+            self._pool.admit(member, info)
             self._publishing.clean(member)
         self._publish(update)
         self._version = update.version
         if down := [member for member in self._pool.members if member.state != "live"]:
             raise EngineError(
                 f"The vLLM server at {down[0].server.url} did not take the first weights: {down[0].last_fault} If "
-                f"{down[0].facts.serves!r}, which it serves, is another model than the trained one, start it with "
+                f"{down[0].info.serves!r}, which it serves, is another model than the trained one, start it with "
                 f"that. {self._publishing.hint}"
             )
-        self._watch = Watch(
+        self._watch = ServerWatch(
             self._pool,
-            check=lambda server, facts: check_server(server.url, facts, self._needs),
+            check=lambda server, info: check_server(server.url, info, self._requirements),
             deliver=self._publishing.bring_up if self._publishing.brings_up else None,
             keep_alive=self._process.keep_alive if self._process else lambda: None,
-            **self._watch_limits,
+            **self._watch_settings,
         )
         self._watch.start()
 
@@ -294,7 +299,7 @@ class VLLMEngine:
                 "vllm_weights_dir to another folder that the servers can read."
             ) from error
 
-    def _leave(self, member: Member) -> None:
+    def _leave(self, member: PooledServer) -> None:
         """Have a server that was not started here stop what it does for us, as far as it still answers."""
         if self._process is not None or member.state == "down":
             return
@@ -309,7 +314,7 @@ class VLLMEngine:
 
     # --- scoring ------------------------------------------------------------------------------------------------
 
-    def _scorer(self, key: tuple) -> Member | None:
+    def _scorer(self, key: tuple) -> PooledServer | None:
         live = {member.server.url: member for member in self._pool.live()}
         if not live:
             return None
@@ -318,7 +323,7 @@ class VLLMEngine:
             self._scorers[key] = min(live, key=used.count)
         return live[self._scorers[key]]
 
-    def _model_name(self, member: Member) -> str:
+    def _model_name(self, member: PooledServer) -> str:
         return self._publishing.model_name(member)
 
     def _started(self) -> ServerPool:

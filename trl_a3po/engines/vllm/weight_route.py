@@ -14,7 +14,7 @@ import torch
 
 from trl_a3po.engines.vllm.ipc import IpcTransfer, is_here
 from trl_a3po.engines.vllm.nccl import NcclTransfer
-from trl_a3po.engines.vllm.server import Facts
+from trl_a3po.engines.vllm.server import ServerInfo
 from trl_a3po.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ Setting = Literal["auto", "disk", "nccl", "ipc"]
 EXPANDABLE = "PYTORCH_ALLOC_CONF has expandable_segments:True, and not every Linux lets others open such memory"
 
 
-def link_to_start_for(
+def transfer_backend_to_start(
     setting: Setting, trainer: torch.device, server: torch.device | None
 ) -> Literal["nccl", "ipc"] | None:
     """The backend that a server must be started with; `None` for the disk.
@@ -66,8 +66,8 @@ def same_gpu(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type == "cuda" and _index(one) == _index(other)
 
 
-def link_to(
-    setting: Setting, trainer: torch.device, urls: Sequence[str], found: Sequence[Facts]
+def weight_transfer(
+    setting: Setting, trainer: torch.device, urls: Sequence[str], found: Sequence[ServerInfo]
 ) -> NcclTransfer | IpcTransfer | None:
     """What takes whole weights to servers; `None`: the disk does.
 
@@ -77,7 +77,7 @@ def link_to(
     Raises:
         EngineError: the way that is set cannot be taken.
     """
-    backend = next((facts.transfer for facts in found if facts.transfer is not None), None)
+    backend = next((info.transfer for info in found if info.transfer is not None), None)
     if setting == "auto" and backend is not None:
         obstacle = _obstacle(backend, trainer, urls, found)
         if obstacle is None:
@@ -94,9 +94,9 @@ def link_to(
     return IpcTransfer(trainer) if setting == "ipc" else None
 
 
-def _obstacle(backend: str, trainer: torch.device, urls: Sequence[str], found: Sequence[Facts]) -> str | None:
+def _obstacle(backend: str, trainer: torch.device, urls: Sequence[str], found: Sequence[ServerInfo]) -> str | None:
     """Why weights cannot go by a backend, in words that follow "but"; `None` if they can."""
-    if other := [url for url, facts in zip(urls, found, strict=True) if facts.transfer != backend]:
+    if other := [url for url, info in zip(urls, found, strict=True) if info.transfer != backend]:
         return f"{other[0]} was not"
     if backend not in ("nccl", "ipc"):
         return "this way is not known here"
@@ -106,7 +106,7 @@ def _obstacle(backend: str, trainer: torch.device, urls: Sequence[str], found: S
         return "vLLM is not installed in the trainer's environment, whose communicator that needs"
     if backend == "ipc" and _expandable_segments():
         return EXPANDABLE
-    if backend == "ipc" and not all(facts.reads_handles for facts in found):
+    if backend == "ipc" and not all(info.reads_handles for info in found):
         return "reading its handles needs VLLM_ALLOW_INSECURE_SERIALIZATION=1 there"
     if backend == "ipc" and (elsewhere := [url for url in urls if not is_here(url)]):
         return f"{elsewhere[0]} is on another machine than the trainer"
