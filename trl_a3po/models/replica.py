@@ -1,12 +1,14 @@
-"""Build a replica of the policy from a `PolicySpec`, and load `WeightUpdate`s into it.
+"""Builds a replica of the policy from a `PolicySpec`, and loads `WeightUpdate`s into it.
 
-Guarantees: a replica has exactly the names of the trained module (`named_weights`), so a name or shape that does not
-fit raises instead of leaving a stale weight; nothing in it is random (parameters are uninitialised until the first
-complete update, buffers that no update carries are computed from the configuration); parameters never move, so a
-captured graph or a view of them stays valid.
+Guarantees: a replica has exactly the weight names of the trained module (`named_weights`), so a name or a shape that
+does not fit raises an error instead of leaving a stale weight; nothing in a replica is random (parameters are
+uninitialised until the first complete update, and buffers that no update carries are computed from the
+configuration); parameters never move in memory, so a captured graph or a view of them stays valid.
 """
 
 import copy
+from collections.abc import Collection
+from typing import cast
 
 import torch
 from accelerate import init_empty_weights
@@ -16,7 +18,7 @@ from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 
 
 def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> parameter or persistent buffer of `module`, each tensor once, under its first name."""
+    """Every parameter and persistent buffer of `module` by name. A shared tensor appears once, under its first name."""
     weights: dict[str, torch.Tensor] = dict(module.named_parameters())
     seen: set[int] = set()
     for path, child in module.named_modules():
@@ -28,24 +30,23 @@ def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def build_replica(spec: PolicySpec, device: torch.device | str) -> nn.Module:
-    """The policy's module on `device`, in `spec.dtype`, in eval mode, without gradients.
+    """The policy's module on `device`, in `spec.dtype`, in eval mode, and without gradients.
 
-    Its parameters hold no values before `load_update` has loaded a complete update. Built without allocating or
-    drawing weights, then tied as its configuration says.
+    The parameters are uninitialised until `load_update` has loaded a complete update.
     """
     with init_empty_weights(include_buffers=False):
         model = spec.model_class(copy.deepcopy(spec.config))
-    # Registering a parameter as empty made a new one of it, which undid the ties of the constructor.
+    # `init_empty_weights` replaces every parameter by a new one, which undoes the ties made by the constructor.
     model.tie_weights()
     if spec.peft_config is not None:
-        from peft import get_peft_model  # several seconds of imports that a plain model does not need
+        from peft import get_peft_model  # importing peft takes several seconds, which a plain model can do without
 
         peft_config = copy.deepcopy(spec.peft_config)
         model = get_peft_model(
             model, peft_config, spec.adapter_name, autocast_adapter_dtype=False, low_cpu_mem_usage=True
         )
     _materialise(model, torch.device(device), spec.dtype)
-    return model.eval().requires_grad_(False)
+    return cast(nn.Module, model.eval().requires_grad_(False))
 
 
 @torch.no_grad()
@@ -53,8 +54,8 @@ def load_update(module: nn.Module, update: WeightUpdate) -> None:
     """Copy an update's tensors into `module` in place, converting their dtype.
 
     Raises:
-        ValueError: a name the module does not have, a shape that differs, or, in a complete update, a name that is
-            missing. Nothing has been changed then.
+        ValueError: the update has a name that the module does not have, or a shape that differs from the module's, or
+            is complete and lacks a name. The module is unchanged.
     """
     weights = named_weights(module)
     check_names(weights, update)
@@ -68,8 +69,12 @@ def load_update(module: nn.Module, update: WeightUpdate) -> None:
         weights[name].copy_(tensor)
 
 
-def check_names(expected, update: WeightUpdate) -> None:
-    """Raise `ValueError` if `update` has a name that is not in `expected` or, when complete, lacks one that is."""
+def check_names(expected: Collection[str], update: WeightUpdate) -> None:
+    """Check the names of an update against those of the weights that it is loaded into.
+
+    Raises:
+        ValueError: `update` has a name that is not in `expected`, or is complete and lacks a name that is.
+    """
     unknown = [name for name in update.tensors if name not in expected]
     if unknown:
         raise ValueError(
@@ -90,17 +95,21 @@ def _some(names: list[str]) -> str:
 
 
 def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give empty parameters memory on `device`; one tensor for tied ones. Buffers move and keep their dtype."""
+    """Give empty parameters memory on `device`, one tensor for tied ones. Buffers move and keep their dtype."""
     made: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                target = dtype if parameter.is_floating_point() else parameter.dtype
-                empty = torch.empty(parameter.shape, dtype=target, device=device)
-                made[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+                made[id(parameter)] = _allocated(parameter, device, dtype)
             child._parameters[name] = made[id(parameter)]
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 child._buffers[name] = buffer.to(device)
+
+
+def _allocated(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialised parameter of the same shape, in `dtype` if it is a floating-point parameter."""
+    target = dtype if parameter.is_floating_point() else parameter.dtype
+    return nn.Parameter(torch.empty(parameter.shape, dtype=target, device=device), requires_grad=False)

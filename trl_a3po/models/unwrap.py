@@ -1,18 +1,36 @@
-"""What is inside a policy as `GRPOTrainer` holds it: the base model, and the adapter that is trained."""
+"""What is inside a policy as `GRPOTrainer` holds it: the base model, and the adapter that is trained.
 
-from typing import cast
+Importing this module does not import peft, which takes several seconds.
+"""
 
-from peft import PeftModel
+import sys
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
 from transformers import PreTrainedModel
 
+if TYPE_CHECKING:
+    from peft import PeftModel
 
-def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+
+def as_peft_model(model: nn.Module) -> "PeftModel | None":
+    """`model` itself if it is a `PeftModel`, else `None`."""
+    peft = sys.modules.get("peft")  # whoever made a `PeftModel` has imported peft
+    return cast("PeftModel", model) if peft is not None and isinstance(model, peft.PeftModel) else None
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
     """The `PreTrainedModel` inside `model`, which still holds any adapter layers."""
-    return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
+    peft_model = as_peft_model(model)
+    return cast(PreTrainedModel, model if peft_model is None else peft_model.get_base_model())
 
 
-def active_adapter(model: PeftModel) -> str:
-    """Name of the adapter that is trained. Raises `ValueError` unless exactly one adapter is active."""
+def active_adapter(model: "PeftModel") -> str:
+    """The name of the adapter that is trained.
+
+    Raises:
+        ValueError: the number of active adapters is not one.
+    """
     adapters: list[str] = model.active_adapters
     if len(adapters) != 1:
         raise ValueError(

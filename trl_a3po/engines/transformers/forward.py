@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-from peft import PeftModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trl_a3po.engines.transformers.architecture import check_architecture
 from trl_a3po.engines.transformers.cache import PrefillCache, SlotCache
+from trl_a3po.models.unwrap import base_model
 
 
 class ModelForward:
@@ -30,7 +30,7 @@ class ModelForward:
     def __init__(
         self, model: torch.nn.Module, *, device: torch.device | str | None = None, deterministic: bool = False
     ):
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        base = base_model(model)
         self._model = model.eval()
         config = base.config.get_text_config()
         self.device = torch.device(device) if device is not None else base.get_input_embeddings().weight.device
