@@ -18,7 +18,7 @@ from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 
 
 def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer of `module` by name. A shared tensor appears once, under its first name."""
+    """Every parameter and persistent buffer of `module` by name. A tensor that has several names appears once."""
     weights: dict[str, torch.Tensor] = dict(module.named_parameters())
     seen: set[int] = set()
     for path, child in module.named_modules():

@@ -101,8 +101,8 @@ def _check(
     peft_model = as_peft_model(model)
     if peft_model is not None and peft_model.active_peft_config.is_prompt_learning:
         raise ValueError(
-            f"peft_type={peft_model.active_peft_config.peft_type} puts virtual tokens into the cache, which this engine "
-            "does not support: use LoRA or another adapter of weights."
+            f"peft_type={peft_model.active_peft_config.peft_type} puts virtual tokens into the cache, which this "
+            "engine does not support: use LoRA or another adapter of weights."
         )
 
 
