@@ -24,7 +24,7 @@ PAGES_FROM = {  # page of the site -> file of the repository
     "notebooks/index.md": "notebooks/README.md",
 } | {f"notebooks/{path.stem}.md": f"notebooks/{path.name}" for path in sorted(ROOT.glob("notebooks/*.ipynb"))}
 PAGE_OF = {file: page for page, file in PAGES_FROM.items()} | {"docs/README.md": "index.md"}
-LINK = re.compile(r"(\[[^\]\[]*(?:\[[^\]]*\][^\]\[]*)*\])\(([^)\s]+)\)")
+LINK = re.compile(r"(?<!!)(\[[^\]\[]*(?:\[[^\]]*\][^\]\[]*)*\])\(([^)\s]+)\)")
 PICTURE = re.compile(r'<picture>.*?<img [^>]*src="docs/(\S+)_light\.svg"[^>]*alt="([^"]*)"[^>]*>.*?</picture>', re.S)
 FENCE = re.compile(r"(^```.*?^```$)", re.S | re.M)
 
@@ -44,7 +44,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     uri = page.file.src_uri
     markdown = PICTURE.sub(r"![\2](\1_light.svg#only-light)\n![\2](\1_dark.svg#only-dark)", markdown)
-    markdown = FENCE.sub(lambda block: block[0], markdown)
     parts = FENCE.split(markdown)
     written = [part if part.startswith("```") else linked(part, uri, config.extra.get("source")) for part in parts]
     markdown = "".join(written)
@@ -73,7 +72,7 @@ def linked(markdown: str, uri: str, source: str | None) -> str:
     def replace(link: re.Match) -> str:
         label, target = link[1], link[2]
         name, _, anchor = target.partition("#")
-        if not name or re.match(r"[a-z]+:", name) or name.endswith(("_light.svg", "_dark.svg")):
+        if not name or re.match(r"[a-z]+:", name):
             return link[0]
         file = os.path.normpath(origin / name)
         page = PAGE_OF.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)

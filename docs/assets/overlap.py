@@ -116,7 +116,7 @@ def drawn(bar: Bar, y: float) -> list[str]:
 
 def legend(theme: dict[str, str], top: float) -> list[str]:
     written = [text(24, top + 14, "Colour: policy version that sampled a token", theme["soft"], 13.5)]
-    for version, colour in enumerate(VERSIONS[:6]):
+    for version, colour in enumerate(VERSIONS):
         x = 322 + version * 62
         written.append(f'<rect x="{x}" y="{top + 2}" width="14" height="14" rx="3" fill="{colour}"/>')
         written.append(text(x + 20, top + 14, f"v{version}", theme["ink"], 13.5))
