@@ -143,8 +143,8 @@ class DeliveryCheck:
             raise DeliveryError(
                 "No perturbation of the trained weights moves the trainer's own log-probs of the probe tokens by "
                 f"{MIN_MOVEMENT} to {MAX_MOVEMENT} on average, so the delivery of weights cannot be checked: "
-                f"{search}. Do the parameters that require a gradient take part in the forward? delivery_check_steps=0 "
-                "switches this check off."
+                f"{search}. Do the parameters that require a gradient take part in the forward? "
+                "delivery_check_steps=0 switches this check off."
             )
         with self._policy.perturbed(strength):
             return self._score_by_trainer(), self._publish_and_score(version)

@@ -64,24 +64,24 @@ class PartitionedPolicy:
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
     ) -> torch.Tensor:
         """As `local_policy.probe_logps`, with the present weights; `temperature` must be that of training."""
-        self._team.call("logps", prompts, completions)
+        self._team.call_others("logps", prompts, completions)
         return self._logps(prompts, completions)
 
     @contextmanager
     def perturbed(self, strength: float) -> Iterator[None]:
         """Inside, its weights are those of `perturbed_weights`. The main process keeps a copy of the trained weights
         in host memory."""
-        self._team.call("perturb", strength)
+        self._team.call_others("perturb", strength)
         self._perturb(strength)
         try:
             yield
         finally:
-            self._team.call("restore")
+            self._team.call_others("restore")
             self._restore()
 
     @contextmanager
     def _gathered(self, names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-        self._team.call("gather", names)
+        self._team.call_others("gather", names)
         with _gathered(self._tensors(names)):
             yield {name: self._sources[name].value() for name in names}
 
