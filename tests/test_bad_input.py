@@ -118,7 +118,7 @@ BUILT = {
         None, {"train_dataset": prompts([], [])}, ValueError, "The prompt [] is neither text nor a list of messages"),
     "messages without a template": (
         None, {"train_dataset": prompts(MESSAGES, MESSAGES)}, ValueError,
-        "the tokenizer has no chat_template to write them with: set processing_class.chat_template"),
+        "the tokenizer has no chat_template to format them with: set processing_class.chat_template"),
     "a stream without max_steps": (
         None, {"train_dataset": stream({"prompt": "w1"}), "max_steps": -1}, ValueError,
         "max_steps has to be specified"),
@@ -169,7 +169,7 @@ BUILT = {
         "engine is a HalfAnEngine without wait, cancel, publish"),
     "an engine's class": (None, {"engine": StubEngine}, ValueError, "engine=StubEngine is a class: pass an object"),
     "no engine": (None, {"engine": None}, ValueError, "engine is a NoneType without start"),
-    "an engine device that is none": (
+    "an engine device that does not exist": (
         None, {"engine": "transformers", "engine_device": "gpu"}, ValueError, "engine_device='gpu' is not a device"),
     "an engine device that is not there": (
         None, {"engine": "transformers", "engine_device": "cuda:99"}, ValueError,
@@ -178,14 +178,14 @@ BUILT = {
         None, {"use_vllm": True, "vllm_mode": "colocate"}, ValueError,
         "cannot generate while the same process trains"),
     # model
-    "a module": (torch.nn.Linear(2, 2), {}, TypeError, "model is a Linear: pass the name or folder of a model"),
+    "a module": (torch.nn.Linear(2, 2), {}, TypeError, "model is a Linear: pass a model name, a folder, a PreTrainedModel"),
     "a model without a head": (model_of(AutoModel), {}, ValueError, "model is a LlamaModel, which has no head"),
     "a classifier": (
         model_of(AutoModelForSequenceClassification), {}, ValueError,
-        "model is a LlamaForSequenceClassification, which has no head to generate text with"),
+        "model is a LlamaForSequenceClassification, which has no head to generate text"),
     "a compiled model": (
         lambda: torch.compile(model_of(AutoModelForCausalLM), backend="eager"), {}, ValueError,
-        "model was compiled by torch.compile: pass the model itself and set torch_compile=True"),
+        "model was compiled by torch.compile: pass the original model and set torch_compile=True"),
     "a state-space model": (
         lambda: model_of(AutoModelForCausalLM, MambaConfig(
             vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, eos_token_id=1, pad_token_id=0,
@@ -194,7 +194,7 @@ BUILT = {
     "a model that counts padding as positions": (
         lambda: model_of(AutoModelForCausalLM, GPT2Config(
             vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=1, n_head=4, eos_token_id=1, bos_token_id=None)),
-        {}, ValueError, "A 'gpt2' model gives other log-probs when a prompt is padded on the left"),
+        {}, ValueError, "The log-probs of a 'gpt2' model change by up to"),
     "a processor of images": (
         None, {"processing_class": Processor()}, ValueError,
         "processing_class is a Processor: multimodal models are not supported yet"),
@@ -251,11 +251,11 @@ RUN = {
     # data
     "empty prompt": (
         {"train_dataset": prompts("w1", "", "w2", "w3")}, ValueError,
-        "A prompt is empty after tokenisation, and nothing can be sampled from it: repair or remove the row "
+        "A prompt has no tokens, so nothing can be sampled from it: correct or remove the row "
         "{'prompt': '', 'target': 1}"),
     "missing prompt": (
         {"train_dataset": prompts("w1", None, "w2", "w3")}, ValueError,
-        "The prompt None is neither text nor a list of messages with 'role' and 'content': repair or remove the row "
+        "The prompt None is neither text nor a list of messages with 'role' and 'content': correct or remove the row "
         "{'prompt': None, 'target': 1}"),
     "prompt beyond the context": (
         {"train_dataset": prompts("w1", "w7 " * 121, "w2", "w3")}, ValueError,
@@ -267,7 +267,7 @@ RUN = {
     "a message with an image": (
         {"train_dataset": stream({"prompt": IMAGE}, {"prompt": IMAGE}), "processing_class": chat_tokenizer()},
         ValueError,
-        "A message holds image beside text"),
+        "A message contains image, but only text is supported yet"),
     "a stream without prompts": (
         {"train_dataset": stream(*[{"question": "w1"}] * 4)}, ValueError, "the columns question, but no 'prompt'"),
     "a stream shorter than a batch": (
@@ -317,7 +317,7 @@ RUN = {
         {"engine": one_stamp(+1)}, StampError, "with version 1, but the trainer is at version 0"),
     "a stamp below -1": ({"engine": one_stamp(-2)}, StampError, "stamped a token with version -2"),
     "a token that no policy sampled": (
-        {"engine": one_stamp(-1)}, EngineError, "with tokens of version -1, which no policy sampled"),
+        {"engine": one_stamp(-1)}, EngineError, "that holds tokens of version -1, which no policy sampled"),
 }  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def test_a_run_goes_on_from_its_last_checkpoint(tmp_path):
     [
         ({"dataset_function": "own.py:nothing"}, "has no function 'nothing'"),
         ({"dataset_function": "missing.py:rows"}, "no 'missing.py' in"),
-        ({"dataset_function": None}, "set exactly one of them"),
+        ({"dataset_function": None}, "set exactly one of the two"),
         ({"reward_funcs": None}, "reward_funcs is empty"),
         ({"reward_funcs": "even_tokens"}, "'file.py:function'"),
         ({"load_in_4bit": "true"}, "without use_peft"),

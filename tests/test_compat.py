@@ -1,4 +1,4 @@
-"""An unsupported TRL is refused when the package is imported."""
+"""An unsupported TRL raises when the package is imported."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def test_importing_the_package_does_not_import_trl_or_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_moved_hook_is_refused_by_name():
+def test_a_hook_with_other_parameters_is_named_in_the_error():
     class Moved(GRPOTrainer):
         def _compute_loss(self, batch):
             pass

@@ -1,7 +1,8 @@
-"""The guard on TRL: this package extends private methods of one TRL minor, and refuses any other at import.
+"""The check that the installed TRL is supported: this package extends private methods of one minor version of TRL.
 
-Two checks: the version, from the package's metadata alone; and, when the trainer is loaded, the signatures of every
-method it wraps, so that a patch release that moves one is refused by name instead of training something else.
+Guarantees: importing the package with another version raises, which needs only the metadata of TRL; importing the
+trainer raises where a method that it wraps has other parameters, so a patch release that changes one cannot change the
+training.
 """
 
 import inspect
@@ -12,7 +13,7 @@ from packaging.version import Version
 TRL_RANGE = ("1.16", "1.17")
 INSTALL = 'pip install "trl>=1.16,<1.17"'
 
-# The parameters each wrapped method is relied on to have, in order.
+# The first parameters that each wrapped method must have, in order.
 HOOKS = {
     "train": ("self", "resume_from_checkpoint"),
     "_save_checkpoint": ("self", "model", "trial"),
@@ -35,13 +36,14 @@ def check_trl_version(installed: str | None = None) -> None:
         try:
             installed = version("trl")
         except PackageNotFoundError:
-            raise ImportError(f"trl_a3po needs TRL >={low},<{high}, and TRL is not installed: {INSTALL}") from None
+            raise ImportError(f"trl_a3po needs TRL >={low},<{high}, but TRL is not installed: {INSTALL}") from None
     if not Version(low) <= Version(installed) < Version(high):
         raise ImportError(f"trl_a3po supports TRL >={low},<{high}, but {installed} is installed: {INSTALL}")
 
 
 def check_trl_hooks(trainer_class: type) -> None:
-    """Raise `ImportError` when a method this package wraps is missing from `trainer_class` or has other parameters."""
+    """Raise `ImportError` if a method that this package wraps is missing from `trainer_class` or has other
+    parameters."""
     for name, expected in HOOKS.items():
         method = inspect.getattr_static(trainer_class, name, None)
         found = tuple(inspect.signature(method).parameters)[: len(expected)] if method is not None else None

@@ -1,6 +1,7 @@
-"""What came back: completions that this run's policy can have sampled, and a reward to train on.
+"""Checks of the groups that a take returns: the policy of this run can have sampled the completions, and there is a
+reward to train on.
 
-Guarantees: an engine that samples from another model, or a batch without any reward, never reaches the loss.
+Guarantees: completions of another model, and a batch without any reward, never reach the loss.
 """
 
 import math
@@ -11,37 +12,38 @@ from trl_a3po.protocol.records import Group
 
 
 def check_completions(groups: Sequence[Group], max_completion_length: int, vocab_size: int) -> None:
-    """Raise `EngineError` for completions that no policy of this run can have sampled."""
+    """Raise `EngineError` for a completion that no policy of this run can have sampled."""
     for group in groups:
         for rollout in group.rollouts:
             where = f"The engine returned a completion of prompt {group.prompt.index}"
             if not 0 <= min(rollout.token_ids) <= max(rollout.token_ids) < vocab_size:
                 raise EngineError(
                     f"{where} with token ids from {min(rollout.token_ids)} to {max(rollout.token_ids)}, but the "
-                    f"model's vocabulary is 0 to {vocab_size - 1}: it samples from another model."
+                    f"model's vocabulary is 0 to {vocab_size - 1}: the engine samples from another model."
                 )
             if len(rollout.token_ids) > max_completion_length:
                 raise EngineError(
                     f"{where} of {len(rollout.token_ids)} tokens, more than max_completion_length="
-                    f"{max_completion_length}: it must stop there."
+                    f"{max_completion_length}: the engine must stop there."
                 )
             if min(rollout.versions) < 0:
                 raise EngineError(
-                    f"{where} with tokens of version -1, which no policy sampled: such tokens (of tools, for example) "
-                    "cannot be trained with yet, so the engine must leave them out."
+                    f"{where} that holds tokens of version -1, which no policy sampled. Such tokens, of tools for "
+                    "example, cannot be trained with yet: the engine must leave them out."
                 )
 
 
 def has_reward(groups: Sequence[Group]) -> bool:
-    """Whether a reward function has scored one of the completions."""
-    return not all(math.isnan(reward) for group in groups for row in group.score.rewards for reward in row)
+    """Whether a reward function has scored any of the completions."""
+    scores = [group.score for group in groups if group.score is not None]
+    return not all(math.isnan(reward) for score in scores for row in score.rewards for reward in row)
 
 
 def check_some_reward(scored: bool, names: Sequence[str]) -> None:
-    """Raise `RewardError` unless a reward function has `scored` a completion of the generation batch."""
+    """Raise `RewardError` unless a reward function has scored a completion of the generation batch."""
     if not scored:
         raise RewardError(
             f"No completion of a generation batch got a reward: {', '.join(map(repr, names))} returned None for all "
-            "of them, and there is nothing to train on. Have one return a number, or remove the rows to which none "
-            "applies."
+            "completions, so there is nothing to train on. Return a number for some of them, or remove the rows to "
+            "which no reward function applies."
         )

@@ -1,6 +1,6 @@
-"""The data: datasets when the trainer is built, a prompt when it is tokenised.
+"""Checks of the data: of datasets when the trainer is built, of each prompt when it is tokenised.
 
-Guarantees: a row that cannot be sampled from is named; nothing is changed.
+Guarantees: an error about a row shows that row; nothing is changed.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from trl_a3po.config import A3POConfig
 
 
 def check_dataset(args: A3POConfig, dataset: Dataset | IterableDataset, tokenizer: Any) -> None:
-    """Raise `ValueError` for rows that cannot be prompts, and for fewer rows than one batch takes."""
+    """Raise `ValueError` for rows that cannot be prompts, and for fewer rows than one generation batch holds."""
     check_columns("train_dataset", dataset)
     groups = args.groups_per_batch
     if isinstance(dataset, Dataset):
@@ -27,14 +27,14 @@ def check_dataset(args: A3POConfig, dataset: Dataset | IterableDataset, tokenize
     elif args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
         raise ValueError(
             f"train_dataset is a stream, and with steps_per_generation={args.steps_per_generation} and "
-            f"num_iterations={args.num_iterations} it may end inside an optimizer step, which cannot be planned for: "
+            f"num_iterations={args.num_iterations} it may end inside an optimizer step, which is not supported: "
             "set steps_per_generation to a multiple of gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps}."
         )
 
 
 def check_columns(name: str, dataset: Any) -> None:
-    """Raise `ValueError` for a dataset without prompts or with images; `name` is the trainer's argument."""
+    """Raise `ValueError` for a dataset without prompts or with images; `name` is that of the trainer's argument."""
     if isinstance(dataset, dict):
         for key, part in dataset.items():
             check_columns(f"{name}[{key!r}]", part)
@@ -50,8 +50,8 @@ def check_columns(name: str, dataset: Any) -> None:
 
 
 def check_prompt(row: dict[str, Any], tokenizer: Any) -> None:
-    """Raise `ValueError` unless the row's `prompt` is text, or messages of text that the tokenizer has a template
-    for."""
+    """Raise `ValueError` unless the `prompt` of the row is text, or a list of text messages and the tokenizer has a
+    chat template."""
     if "prompt" not in row:
         raise ValueError(f"A row of train_dataset has the columns {', '.join(sorted(row))}, but no 'prompt'.")
     prompt = row["prompt"]
@@ -59,41 +59,41 @@ def check_prompt(row: dict[str, Any], tokenizer: Any) -> None:
         return
     if not isinstance(prompt, list) or not prompt or not is_conversational(row):
         raise ValueError(
-            f"The prompt {_short(prompt)} is neither text nor a list of messages with 'role' and 'content': repair or "
-            f"remove the row {_short(row)}."
+            f"The prompt {_short(prompt)} is neither text nor a list of messages with 'role' and 'content': correct "
+            f"or remove the row {_short(row)}."
         )
     if tokenizer.chat_template is None:
         raise ValueError(
-            "The prompts are lists of messages, but the tokenizer has no chat_template to write them with: set "
+            "The prompts are lists of messages, but the tokenizer has no chat_template to format them with: set "
             "processing_class.chat_template, or give the prompts as text."
         )
     parts = [part for message in prompt if isinstance(message["content"], list) for part in message["content"]]
     other = {part["type"] for part in parts if part["type"] != "text"}
     if other:
         raise ValueError(
-            f"A message holds {', '.join(sorted(other))} beside text, which is not supported yet: remove the row "
+            f"A message contains {', '.join(sorted(other))}, but only text is supported yet: remove the row "
             f"{_short(row)}."
         )
 
 
 def check_prompt_ids(token_ids: Sequence[int], row: dict[str, Any], args: A3POConfig, config: Any) -> None:
-    """Raise `ValueError` for a prompt without tokens, or one that does not fit the model's context or vocabulary."""
+    """Raise `ValueError` for a prompt without tokens, and for a prompt that does not fit the model's context or
+    vocabulary."""
     if not token_ids:
         raise ValueError(
-            "A prompt is empty after tokenisation, and nothing can be sampled from it: repair or remove the row "
-            f"{_short(row)}."
+            f"A prompt has no tokens, so nothing can be sampled from it: correct or remove the row {_short(row)}."
         )
-    context, limit = getattr(config, "max_position_embeddings", None), args.engine_max_prompt_tokens
+    context, longest = getattr(config, "max_position_embeddings", None), args.engine_max_prompt_tokens
     if context is not None and len(token_ids) + args.max_completion_length > context:
         raise ValueError(
             f"A prompt of {len(token_ids)} tokens and max_completion_length={args.max_completion_length} do not fit "
             f"into the model's context of {context} tokens: shorten or remove the row {_short(row)}, or lower "
             "max_completion_length."
         )
-    if limit is not None and len(token_ids) > limit:
+    if longest is not None and len(token_ids) > longest:
         raise ValueError(
-            f"A prompt has {len(token_ids)} tokens, more than engine_max_prompt_tokens={limit}: raise it, or shorten "
-            f"or remove the row {_short(row)}."
+            f"A prompt has {len(token_ids)} tokens, more than engine_max_prompt_tokens={longest}: raise it, or "
+            f"shorten or remove the row {_short(row)}."
         )
     if not 0 <= min(token_ids) <= max(token_ids) < config.vocab_size:
         raise ValueError(

@@ -1,6 +1,7 @@
-"""The policy and the launch: what an engine can be given, sampled from and trained beside.
+"""Checks of the policy and of the launch: the engine can hold the policy and sample from it, and training can gather
+it.
 
-Guarantees: nothing is changed; a forward of four tokens is all it costs.
+Guarantees: nothing is changed; the cost is two forwards of a few tokens.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ from trl_a3po.publish.quantised import is_quantised
 
 
 def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling: SamplingSettings) -> None:
-    """Raise `ValueError` for a policy that the engine cannot be given, or cannot sample from with these settings."""
+    """Raise `ValueError` for a policy that the engine cannot hold, or cannot sample from with these settings."""
     if any(map(is_quantised, model.parameters())):
         _check_quantised(args)
     published_spec(args, model, model.dtype)
@@ -34,7 +35,7 @@ def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling:
     if context is not None and longest is None and args.max_completion_length >= context:
         raise ValueError(
             f"max_completion_length={args.max_completion_length} leaves no room for a prompt in the model's context "
-            f"of {context} tokens: set it to {context} less the length of your longest prompt."
+            f"of {context} tokens: set it to at most {context} minus the length of your longest prompt."
         )
     if context is not None and longest is not None and longest + args.max_completion_length > context:
         raise ValueError(
@@ -45,7 +46,7 @@ def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling:
 
 
 def check_sharding(is_fsdp_enabled: bool) -> None:
-    """Raise `ValueError` for a way to spread the weights that nothing here can gather."""
+    """Raise `ValueError` for a launch that partitions the weights in a way that publishing cannot gather."""
     if is_fsdp_enabled:
         raise ValueError(
             "The run was launched with FSDP, whose shards cannot be published to an engine yet: launch it with DDP or "
@@ -54,11 +55,11 @@ def check_sharding(is_fsdp_enabled: bool) -> None:
 
 
 def check_trained_before(trained_before: bool, is_deepspeed_enabled: bool) -> None:
-    """Raise `ValueError` for a second `train()` on an engine of DeepSpeed's that accelerate has let go of."""
+    """Raise `ValueError` for a second `train()` under DeepSpeed: accelerate discards its engine after the first."""
     if trained_before and is_deepspeed_enabled:
         raise ValueError(
-            "train() was called a second time under DeepSpeed, whose engine does not outlive the first: make a new "
-            "A3POTrainer, with resume_from_checkpoint to go on."
+            "train() was called a second time under DeepSpeed, whose engine exists only during the first: create a "
+            "new A3POTrainer, and resume with resume_from_checkpoint."
         )
 
 
@@ -66,20 +67,20 @@ def _check_quantised(args: A3POConfig) -> None:
     if args.vllm_server_urls:
         raise ValueError(
             f"vllm_server_urls={args.vllm_server_urls!r} with a quantised model: these servers hold other weights "
-            "than those that are trained on. Leave vllm_server_urls out, and the trainer starts a server with the "
-            "quantised weights, dequantised; or load the model in bfloat16."
+            "than those that the trainer computes with. Leave vllm_server_urls out, so that the trainer starts a "
+            "server with the dequantised weights; or load the model in bfloat16."
         )
     if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
         raise ValueError(
-            "A quantised model under DeepSpeed's ZeRO-3, which does not partition quantised weights: use ZeRO-2, or "
-            "load the model in bfloat16."
+            "The model is quantised, but DeepSpeed ZeRO-3 does not partition quantised weights: use ZeRO-2, or load "
+            "the model in bfloat16."
         )
 
 
 @torch.no_grad()
 def _check_left_padding(model: PreTrainedModel | PeftModel, config: Any) -> None:
-    """TRL trains on prompts padded on the left and leaves positions to the model, while an engine samples without
-    padding: with learned positions their log-probs have nothing in common, without an error anywhere."""
+    """TRL trains on prompts that are padded on the left and lets the model compute positions, while an engine samples
+    without padding. With learned positions the two give unrelated log-probs, and no error."""
     if any("rope" in name or "rotary" in name for name in config.to_dict()):
         return
     ids = torch.arange(4, device=model.device)[None] % config.vocab_size
@@ -91,7 +92,7 @@ def _check_left_padding(model: PreTrainedModel | PeftModel, config: Any) -> None
     gap = (plain - shifted).abs().max().item()
     if gap > (1e-3 if model.dtype == torch.float32 else 0.1):
         raise ValueError(
-            f"A {config.model_type!r} model gives other log-probs when a prompt is padded on the left (by up to "
-            f"{gap:.2g}), as TRL's training forward pads it and the engine does not: use a model whose positions are "
+            f"The log-probs of a {config.model_type!r} model change by up to {gap:.2g} when a prompt is padded on the "
+            "left. TRL's training forward pads prompts so, but the engine does not: use a model whose positions are "
             "rotary or follow the attention mask."
         )

@@ -4,7 +4,7 @@
     trl-a3po env
     trl-a3po plot outputs/one outputs/other --output both.png
 
-Guarantees: a setting on the command line wins over the recipe's; what cannot be drawn ends with one sentence and the
+Guarantees: a setting on the command line overrides the recipe; a run that cannot be drawn ends with one sentence and
 exit code 2.
 """
 
@@ -17,9 +17,9 @@ from trl_a3po import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `trl-a3po` with `arguments`, by default those of the process."""
+    """Run `trl-a3po` with `arguments`; by default with those of the process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["train"]:  # its own parser has every field of the configuration
+    if arguments[:1] == ["train"]:  # has a parser of its own, with every field of the configuration
         from trl_a3po.cli.train import SettingsError, run
 
         try:
@@ -41,9 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="train from a recipe: trl-a3po train RECIPE.yaml [--field value …]")
     env = commands.add_parser("env", help="print what a bug report needs: versions, devices, packages")
     env.set_defaults(run=_env)
-    plot = commands.add_parser("plot", help="draw one run, or several in one picture, as PNG")
+    plot = commands.add_parser("plot", help="draw one or several runs in one image")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its trainer_state.json")
-    plot.add_argument("--output", type=Path, default=Path("runs.png"), help="the PNG (default: runs.png)")
+    plot.add_argument("--output", type=Path, default=Path("runs.png"), help="image file (default: runs.png)")
     plot.set_defaults(run=_plot)
     return parser
 
@@ -70,8 +70,8 @@ def _plot(parsed: argparse.Namespace) -> None:
 
 
 def run_names(runs: Sequence[Path]) -> list[str]:
-    """What each run is called in a picture: its folder, with as many of the folders above as it takes to tell it from
-    the others, and its number where nothing does."""
+    """The name of each run in an image: its folder, with as many parent folders as distinguish it from the other runs,
+    and a number where the same folder is given twice."""
     folders = [run.resolve() if run.is_dir() else run.resolve().parent for run in runs]
     names = []
     for i, folder in enumerate(folders):

@@ -1,8 +1,8 @@
-"""What a recipe names and the command line has to find: functions, reward functions, datasets.
+"""Find the functions that a recipe names: reward functions, and functions that make a dataset.
 
-Guarantees: a name is a function of an importable module (`package.module.function`), or of a Python file
-(`file.py:function`), looked for beside the recipe and then where the command runs; a name that leads nowhere is
-refused with the place that was looked at.
+Guarantees: a name stands for a function of an importable module (`package.module.function`), or of a Python file
+(`file.py:function`), which is looked for in the folder of the recipe and then in the current one; an error about a
+name says where the function was looked for.
 """
 
 import importlib
@@ -24,8 +24,8 @@ def find_function(name: str, setting: str, folders: Sequence[Path]) -> Callable[
     """The function called `name`, as the module's docstring says.
 
     Args:
-        setting: the setting that holds the name, for messages.
-        folders: where files are looked for, in this order.
+        setting: the setting that holds the name, for error messages.
+        folders: where to look for files, in this order.
 
     Raises:
         ValueError: there is no such file, module or function.
@@ -37,19 +37,22 @@ def find_function(name: str, setting: str, folders: Sequence[Path]) -> Callable[
         module_name, _, attribute = name.rpartition(".")
         module = _import(module_name, setting, name)
     else:
-        raise ValueError(f"{setting}={name!r} is no place: write 'file.py:function' or 'package.module.function'.")
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ValueError(f"{setting}={name!r} leads nowhere: {module.__name__!r} has no function {attribute!r}.")
+        raise ValueError(
+            f"{setting}={name!r} does not say where the function is: write 'file.py:function' or "
+            "'package.module.function'."
+        )
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
+    if function is None or not callable(function):
+        raise ValueError(f"{setting}={name!r} was not found: {module.__name__!r} has no function {attribute!r}.")
     return function
 
 
 def find_rewards(names: Sequence[str], folders: Sequence[Path]) -> list[Callable[..., Any]]:
-    """Reward functions by name: those of TRL that need no settings (`accuracy_reward`, `reasoning_accuracy_reward`,
-    `think_format_reward`), and functions as `find_function` finds them.
+    """The reward functions called `names`: TRL's reward functions without settings (`accuracy_reward`,
+    `reasoning_accuracy_reward`, `think_format_reward`), and functions that `find_function` finds.
 
     Raises:
-        ValueError: no name, one that leads nowhere, or one whose package is not installed.
+        ValueError: `names` is empty, or a function is not found or needs a package that is not installed.
     """
     if not names:
         raise ValueError(
@@ -66,7 +69,8 @@ def _reward(name: str, folders: Sequence[Path]) -> Callable[..., Any]:
             "a function of your own."
         )
     if name in TRL_REWARDS:
-        return getattr(importlib.import_module("trl.rewards"), name)
+        function: Callable[..., Any] = getattr(importlib.import_module("trl.rewards"), name)
+        return function
     return find_function(name, "reward_funcs", folders)
 
 
@@ -74,12 +78,15 @@ def _load(file: str, setting: str, name: str, folders: Sequence[Path]) -> Module
     path = next((folder / file for folder in folders if (folder / file).is_file()), None)
     if path is None:
         raise ValueError(
-            f"{setting}={name!r} leads nowhere: no {file!r} in {' or '.join(str(folder) for folder in folders)}."
+            f"{setting}={name!r} was not found: there is no {file!r} in "
+            f"{' or in '.join(str(folder) for folder in folders)}."
         )
     known = f"trl_a3po_recipe_{path.resolve().as_posix().strip('/').replace('/', '_').removesuffix('.py')}"
     if known in sys.modules:
         return sys.modules[known]
     spec = importlib.util.spec_from_file_location(known, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{setting}={name!r} cannot be imported: {path} is not a Python file.")
     module = sys.modules[known] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     cloudpickle.register_pickle_by_value(module)  # reward workers cannot import it by this name
@@ -94,5 +101,5 @@ def _import(module_name: str, setting: str, name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and module_name.startswith(error.name):
-            raise ValueError(f"{setting}={name!r} leads nowhere: there is no module {error.name!r}.") from error
+            raise ValueError(f"{setting}={name!r} was not found: there is no module {error.name!r}.") from error
         raise

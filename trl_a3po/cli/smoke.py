@@ -1,12 +1,14 @@
-"""`--smoke`: a recipe as it is, on a model and a dataset so small that it runs in seconds on a CPU.
+"""`--smoke`: run a recipe with a model and a dataset so small that it takes seconds on a CPU.
 
-Guarantees: needs no hub; only what makes a run large is replaced (model, data, sizes, steps), so that the recipe's
-objective, schedule, adapter and rewards are what runs.
+Guarantees: needs no hub; replaces only what makes a run large (model, data, sizes, steps), so the run has the
+objective, schedule, adapter and rewards of the recipe.
 """
 
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -37,7 +39,7 @@ SMALL = {
 
 
 def smoke_arguments(folder: str | Path) -> list[str]:
-    """Command-line arguments that make a recipe small; the tiny model is written to `folder`."""
+    """Command-line arguments that make a recipe small. Writes the tiny model to `folder`."""
     model = Path(folder) / f"smoke_model_{os.environ.get('LOCAL_RANK', '0')}"  # each process has its own
     save_smoke_model(model)
     arguments = [part for name, value in SMALL.items() for part in (f"--{name}", str(value))]
@@ -45,7 +47,7 @@ def smoke_arguments(folder: str | Path) -> list[str]:
 
 
 def smoke_rows(size: int = 32) -> Dataset:
-    """Sums of two numbers, as chats, with the answer as `solution`."""
+    """`size` sums of two numbers, as chats, with the answer as `solution`."""
     draw = random.Random(0)
     pairs = [(draw.randrange(10), draw.randrange(10)) for _ in range(size)]
     return Dataset.from_list(
@@ -56,13 +58,14 @@ def smoke_rows(size: int = 32) -> Dataset:
     )
 
 
-def smoke_reward(completion_ids, **kwargs) -> list[float]:
-    """The share of even token ids: unlike a right answer, a random model meets it now and then."""
+def smoke_reward(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
+    """The share of even token ids, which varies between completions of a random model, while right answers are
+    rare."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def save_smoke_model(folder: Path) -> None:
-    """A random two-layer Llama and its tokenizer."""
+    """Write a random two-layer Llama and its tokenizer to `folder`."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *WORDS, *NUMBERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

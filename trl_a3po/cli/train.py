@@ -1,8 +1,8 @@
-"""`trl-a3po train RECIPE.yaml [--field value …]`: one training run from a file, as TRL's scripts do it.
+"""`trl-a3po train RECIPE.yaml [--field value …]`: one training run from a file, as with TRL's scripts.
 
 Guarantees: every field of `A3POConfig` and TRL's `ModelConfig` can be set in the recipe or on the command line, which
-wins; a field that does not exist is refused. At the end the model, its card and `trainer_state.json` are in
-`output_dir`. Several processes run it under `accelerate launch -m trl_a3po train RECIPE.yaml`.
+overrides the recipe; a field that does not exist raises an error. At the end the model, its card and
+`trainer_state.json` are in `output_dir`. For several processes: `accelerate launch -m trl_a3po train RECIPE.yaml`.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from datasets import load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
@@ -25,7 +25,7 @@ from trl_a3po.trainer import A3POTrainer
 @dataclass
 class A3POScriptArguments(ScriptArguments):
     """
-    What `trl-a3po train` needs beside the configuration of the run and of the model.
+    Arguments of `trl-a3po train` in addition to those of `A3POConfig` and `ModelConfig`.
 
     Parameters:
         dataset_function (`str`, *optional*):
@@ -59,18 +59,20 @@ class A3POScriptArguments(ScriptArguments):
 
 
 def make_parser(prog: str | None = None) -> TrlParser:
-    return TrlParser((A3POScriptArguments, A3POConfig, ModelConfig), prog=prog)
+    """The parser of `trl-a3po train`."""
+    dataclasses: Any = (A3POScriptArguments, A3POConfig, ModelConfig)
+    return TrlParser(dataclasses, prog=prog)
 
 
 class SettingsError(ValueError):
-    """A recipe or a command line holds what is no setting, or settings that cannot hold."""
+    """A recipe or a command line holds a name that is not a setting, or settings that cannot hold."""
 
 
 def run(arguments: Sequence[str]) -> A3POTrainer:
-    """Train as `arguments` say: the recipe's path first, then `--field value` pairs. Returns the trainer, closed.
+    """Train with `arguments`: the path of the recipe, then `--field value` pairs. Returns the trainer, closed.
 
     Raises:
-        SettingsError: what they say is no configuration.
+        SettingsError: the arguments are not a valid configuration.
     """
     arguments = list(arguments)
     folders = [Path.cwd()]
@@ -90,23 +92,24 @@ def run(arguments: Sequence[str]) -> A3POTrainer:
 def train(
     script_args: A3POScriptArguments, training_args: A3POConfig, model_args: ModelConfig, folders: Sequence[Path]
 ) -> A3POTrainer:
-    """One run; `folders` are where files named in `script_args` are looked for."""
+    """Train once. Files that `script_args` names are looked for in `folders`."""
     if model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is not set: name a model, as a folder or on the hub.")
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not model_args.use_peft:
         raise ValueError(
-            "load_in_4bit or load_in_8bit without use_peft: quantised weights cannot be trained. Set use_peft: true, "
-            "which trains an adapter on them."
+            "load_in_4bit or load_in_8bit is set without use_peft, but quantised weights cannot be trained: set "
+            "use_peft: true, which trains an adapter on them."
         )
     rewards = find_rewards(script_args.reward_funcs or [], folders)
     if script_args.smoke:
         rewards.append(smoke_reward)
     dataset, held_out = _datasets(script_args, training_args, folders)
+    given: Any = training_args.model_init_kwargs or {}
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
+        **given,
     }
     trainer = A3POTrainer(
         model_args.model_name_or_path,
@@ -118,7 +121,7 @@ def train(
         quantization_config=get_quantization_config(model_args),
     )
     resume = training_args.resume_from_checkpoint
-    trainer.train({"true": True, "false": None}.get(str(resume).lower(), resume))  # a command line has only words
+    trainer.train({"true": True, "false": None}.get(str(resume).lower(), resume))  # a command line passes only text
     if not training_args.dry_run:
         trainer.save_model(training_args.output_dir)
         trainer.save_state()
@@ -131,7 +134,8 @@ def train(
 
 
 def _readable(message: str) -> str:
-    """TRL's words about names that are no settings, as a sentence with the nearest ones that are."""
+    """TRL's message about a name that is not a setting, as a sentence with the most similar setting; any other message
+    unchanged."""
     known = [f.name for kind in (A3POScriptArguments, A3POConfig, ModelConfig) for f in fields(kind)]
     for name in re.findall(r"'--(\w+)'", message):
         if name not in known:
@@ -146,19 +150,22 @@ def _parse(arguments: list[str]) -> tuple[A3POScriptArguments, A3POConfig, Model
         small.add_argument("--output_dir", default="outputs/smoke")
         folder = small.parse_known_args(arguments)[0].output_dir
         at = arguments.index("--config") + 2 if "--config" in arguments else 0
-        # What the command line says comes later, and so still wins.
+        # The arguments of the command line come later, and so override these.
         arguments = [*arguments[:at], "--output_dir", folder, *smoke_arguments(folder), *arguments[at:]]
-    return make_parser("trl-a3po train RECIPE.yaml").parse_args_and_config(arguments)
+    script_args, training_args, model_args = cast(
+        tuple[Any, Any, Any], make_parser("trl-a3po train RECIPE.yaml").parse_args_and_config(arguments)
+    )
+    return script_args, training_args, model_args
 
 
 def _datasets(script_args: A3POScriptArguments, training_args: A3POConfig, folders: Sequence[Path]) -> tuple[Any, Any]:
-    """The rows to train on, and those to evaluate on, if the run evaluates."""
+    """The rows to train on, and the rows to evaluate on, `None` if the run does not evaluate."""
     if script_args.smoke:
         return smoke_rows(), None
     if (script_args.dataset_name is None) == (script_args.dataset_function is None):
         raise ValueError(
             f"dataset_name={script_args.dataset_name!r} and dataset_function={script_args.dataset_function!r}: set "
-            "exactly one of them."
+            "exactly one of the two."
         )
     if script_args.dataset_function is not None:
         made = find_function(script_args.dataset_function, "dataset_function", folders)()
@@ -171,6 +178,8 @@ def _datasets(script_args: A3POScriptArguments, training_args: A3POConfig, folde
     for split in (script_args.dataset_train_split, script_args.dataset_test_split):
         needed = split == script_args.dataset_train_split or training_args.eval_strategy != "no"
         if needed and split not in made:
-            raise ValueError(f"The dataset has the splits {', '.join(made)}, but no {split!r}: name one of them.")
+            raise ValueError(
+                f"The dataset has the splits {', '.join(made)}, but no {split!r}: choose one of these splits."
+            )
     held_out = made[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None
     return made[script_args.dataset_train_split], held_out

@@ -1,10 +1,11 @@
-"""Columns beside TRL's in the table of completions: versions, staleness, and the mean weight of each completion.
+"""Columns added to TRL's table of completions: versions, staleness, and the mean weight of each completion.
 
-Guarantees: the weight, which is known only after the loss, stands in its completion's row, whichever process trained
-it; rows that were not trained are left empty.
+Guarantees: the weight, which is known only after the loss, is in the row of its completion, whichever process trained
+it; the weight of a row that was not trained is empty.
 """
 
 from collections.abc import MutableSequence, Sequence
+from typing import Any
 
 import torch
 
@@ -12,8 +13,8 @@ from trl_a3po.distributed.team import Team
 from trl_a3po.rollout.batch_rows import Row, rollouts_of
 
 
-def completion_columns(rows: Sequence[Row], version: int) -> dict[str, list]:
-    """One value per rollout; `w` is filled in by `RowWeights`, and there is none in an evaluation."""
+def completion_columns(rows: Sequence[Row], version: int) -> dict[str, list[Any]]:
+    """One value per rollout in each column. `RowWeights` fills in `w`, which stays empty in an evaluation."""
     rollouts = rollouts_of(rows)
     return {
         "versions": [f"{min(r.versions)}-{max(r.versions)}" for r in rollouts],
@@ -23,24 +24,24 @@ def completion_columns(rows: Sequence[Row], version: int) -> dict[str, list]:
 
 
 class RowWeights:
-    """The mean weight of this process's rows of the generation batch in training."""
+    """The mean weight of each row that this process trains, for the current generation batch."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.places_known = True
-        self._means: dict[int, float] = {}  # by row of the table
+        self._means: dict[int, float] = {}  # by place in the table
 
     def clear(self) -> None:
         """A generation batch begins."""
         self.places_known, self._means = True, {}
 
     def forget_places(self) -> None:
-        """Other rows come into the table: those of the batch move in it, or leave it."""
+        """The table gets other rows, so the rows of the batch move in it or leave it."""
         self.places_known = False
 
     def add(self, log_rows: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> None:
         """
         Args:
-            log_rows: `(B,)`, each row's place in the table.
+            log_rows: `(B,)`, the place of each row in the table.
             weight, mask: `(B, T)`.
         """
         if self.places_known:
@@ -48,8 +49,8 @@ class RowWeights:
             self._means.update(zip(log_rows.tolist(), means.tolist(), strict=True))
 
     def show(self, team: Team, column: MutableSequence[float | None]) -> None:
-        """Fill the table's column `w`, whose rows are those of all processes; all of them call this, while the places
-        are known."""
+        """Fill `column`, the column `w` of the table, which holds the rows of all processes. Every process calls this,
+        while the places are known."""
         for weights in team.gather(self._means) or ():
             for row, weight in weights.items():
                 column[row] = weight

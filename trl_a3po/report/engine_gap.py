@@ -1,8 +1,9 @@
-"""How far the engine's log-probs are from the trainer's, on the tokens that both computed under the same weights.
+"""How far the engine's log-probs are from the trainer's, on tokens that both computed under the same weights.
 
-Guarantees: only fresh tokens count, so the policy's own movement is left out; where caches outlive a publish, the
-completions of a single version, whose log-probs a clean forward reproduces, are counted apart from those that span
-versions, whose log-probs are the true ones of the sampler but not those of a clean forward.
+Guarantees: only fresh tokens count, so the gap leaves out the policy's own movement. Where caches outlive a publish,
+completions of a single version are counted separately from completions that span versions: a clean forward reproduces
+the log-probs of the former, while those of the latter are the true log-probs of the sampler but not of a clean
+forward.
 """
 
 import torch
@@ -31,10 +32,10 @@ class EngineGap(Tally):
             policy_logps, behavior_logps: `(B, T)`, of the policy as `version` and of the engine.
             behavior_versions: `(B, T)` int, -1 where no policy sampled the token.
             mask: `(B, T)`, 1 at completion tokens.
-            version: the policy version of `policy_logps`. A token of this version has staleness 0 in the first
-                optimizer step of its batch; in later ones there is none.
-            single_version: count only rows all of whose tokens are fresh.
-            name: the metric's.
+            version: the policy version of `policy_logps`. Tokens have this version only in the first optimizer step of
+                their batch, where their staleness is 0.
+            single_version: count only rows whose tokens are all fresh.
+            name: of the metric.
         """
         inside = mask.bool()
         fresh = inside & (behavior_versions == version)
@@ -53,7 +54,8 @@ class EngineGap(Tally):
         *,
         version: int,
     ) -> "EngineGap":
-        """The same over the fresh tokens of rows that also hold older ones: what a kept cache comes to."""
+        """The same over the fresh tokens of rows that also hold older tokens, which shows the effect of kept
+        caches."""
         inside = mask.bool()
         spans = (inside & (behavior_versions != version)).any(1, keepdim=True)
         return cls.of_batch(

@@ -1,6 +1,6 @@
-"""What a bug report needs to know of a machine: versions, devices, packages.
+"""What a bug report needs to say about a machine: versions, devices, packages.
 
-Guarantees: reads only; holds no path, host name or variable that may be private.
+Guarantees: only reads; returns no path, host name or environment variable, which may be private.
 """
 
 import importlib.metadata
@@ -27,7 +27,7 @@ PACKAGES = (
 
 
 def environment() -> str:
-    """One `name: value` per line, to be pasted into a report."""
+    """One `name: value` per line, to be pasted into a bug report."""
     facts = [
         ("trl-a3po", __version__),
         ("Python", platform.python_version()),
@@ -46,9 +46,10 @@ def _cores() -> int:
 
 
 def _devices() -> list[tuple[str, str]]:
-    if not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
         return [("accelerator", "none")]
-    kind = torch.accelerator.current_accelerator().type
+    kind = accelerator.type
     if kind != "cuda":
         return [("accelerator", f"{torch.accelerator.device_count()} x {kind}")]
     properties = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))

@@ -1,7 +1,7 @@
-"""What a run logged, read from its folder, as lists of dictionaries that `pandas.DataFrame` takes.
+"""What a run logged, read from its folder as a list of dictionaries, which `pandas.DataFrame` accepts.
 
-Guarantees: the newest record of the run is read, also of one that was stopped or killed; nothing is read that is not a
-log.
+Guarantees: the newest log of the run is read, also for a run that was stopped or killed; a file that is not a log
+raises an error.
 """
 
 import json
@@ -18,11 +18,12 @@ OF_STALENESS = re.compile(r"a3po/d(\d+)/(.+)")
 
 
 def read_history(run: str | Path) -> list[dict[str, Any]]:
-    """The `log_history` of a run: one dictionary per logging step, as `pandas.DataFrame` takes it.
+    """The `log_history` of a run: one dictionary per logging step, which `pandas.DataFrame` accepts.
 
     Args:
-        run: the run's `output_dir`, one of its checkpoints, a `trainer_state.json` or a `timeline.jsonl`. Of a folder,
-            whichever of the two was written last is read; of one without either, its newest checkpoint's.
+        run: the run's `output_dir`, one of its checkpoints, a `trainer_state.json` or a `timeline.jsonl`. In a folder,
+        the
+            file that was written last is read; in a folder without either, that of its newest checkpoint.
 
     Raises:
         FileNotFoundError: there is no log.
@@ -34,17 +35,18 @@ def read_history(run: str | Path) -> list[dict[str, Any]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error}): name a run's folder or its trainer_state.json.") from error
+        raise ValueError(f"{path} is not JSON ({error}): give a run's folder or its trainer_state.json.") from error
     history = content.get("log_history") if isinstance(content, dict) else content
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
-        raise ValueError(f"{path} holds no log_history: name a run's folder or its trainer_state.json.")
+        raise ValueError(f"{path} holds no log_history: give a run's folder or its trainer_state.json.")
     return history
 
 
 def by_staleness(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The metrics of each staleness as rows: `step`, `staleness`, and every `a3po/d<staleness>/<name>` as `<name>`.
 
-    For a curve of each staleness: `pandas.DataFrame(by_staleness(history)).pivot(index="step", columns="staleness")`.
+    To draw a curve for each staleness: `pandas.DataFrame(by_staleness(history)).pivot(index="step",
+    columns="staleness")`.
     """
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for entry in history:
@@ -57,21 +59,22 @@ def by_staleness(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _logged(line: dict[str, Any]) -> dict[str, Any]:
-    if "logged" in line:
-        return line["logged"]
-    return {name: value for name, value in line.items() if name not in ("kind", "time")}  # as once written
+    # Earlier versions wrote what was logged into the line itself.
+    logged: dict[str, Any] = line.get("logged", line)
+    return {name: value for name, value in logged.items() if logged is not line or name not in ("kind", "time")}
 
 
 def _log_file(run: Path) -> Path:
     if run.is_file():
         return run
-    steps = {path: CHECKPOINT.fullmatch(path.name) for path in run.glob("checkpoint-*")}
-    checkpoints = sorted((path for path in steps if steps[path]), key=lambda path: int(steps[path][1]), reverse=True)
+    matches = ((path, CHECKPOINT.fullmatch(path.name)) for path in run.glob("checkpoint-*"))
+    steps = {path: int(match[1]) for path, match in matches if match is not None}
+    checkpoints = sorted(steps, key=steps.__getitem__, reverse=True)
     for folder in (run, *checkpoints):
         files = [folder / name for name in (*NAMES, TIMELINE) if (folder / name).is_file()]
         if files:
             return max(files, key=lambda file: file.stat().st_mtime)
     raise FileNotFoundError(
-        f"{run} holds no trainer_state.json and no {TIMELINE}, nor does a checkpoint in it: name the output_dir of a "
+        f"{run} holds no trainer_state.json and no {TIMELINE}, nor does a checkpoint in it: give the output_dir of a "
         "run."
     )

@@ -1,24 +1,26 @@
-"""Numbers of a run's log history, as arrays that a panel can draw.
+"""Values of a run's log history as arrays that a panel can draw.
 
-Guarantees: a panel gets the entries that hold its numbers, and is told which numbers were never logged.
+Guarantees: a panel gets the entries that hold all values it needs, and the keys that were never logged.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 History = list[dict[str, Any]]
+Array = np.ndarray[Any, np.dtype[Any]]
 
-MOST_BARS = 60
+MAX_BARS = 60
 SMOOTHING_STEPS = 9
 FRACTIONS = "a3po/dN/fraction"
 TIMES = ("step_time", "a3po/time/wait")
 
 
 def entries_with(history: History, keys: tuple[str, ...]) -> tuple[History, list[str]]:
-    """The entries that hold a panel's numbers, and those of its keys that no entry holds.
+    """The entries that hold values for all `keys`, and the keys for which no entry holds a value.
 
-    Waiting is logged only where a batch is taken, so it does not decide which entries count.
+    The time waited is logged only where a batch is taken, so entries without it are kept.
     """
     absent = [key for key in keys if not any(_holds(entry, key) for entry in history)]
     decisive = [key for key in keys if key != "a3po/time/wait"]
@@ -26,22 +28,22 @@ def entries_with(history: History, keys: tuple[str, ...]) -> tuple[History, list
     return entries, absent or ([] if entries else list(keys))
 
 
-def series(entries: History, key: str, missing: float = np.nan) -> np.ndarray:
+def series(entries: History, key: str, missing: float = np.nan) -> Array:
     """`(entries,)` values of one key; `missing` where an entry has none."""
     values = [entry.get(key) for entry in entries]
     return np.array([missing if value is None else value for value in values], dtype=float)
 
 
 def staleness_values(entries: History) -> list[int]:
-    """Every staleness that some token had, ascending."""
+    """Every staleness that a token had, in ascending order."""
     keys = {key for entry in entries for key in entry if key.startswith("a3po/d") and key.endswith("/fraction")}
     return sorted(int(key.split("/")[1][1:]) for key in keys)
 
 
-def time_split(entries: History) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Seconds of waiting, publishing and training of each entry's mean optimizer step, shapes `(entries,)`.
+def time_split(entries: History) -> tuple[Array, Array, Array]:
+    """Seconds of waiting, publishing and training in the mean optimizer step of each entry, shapes `(entries,)`.
 
-    Starting the engine happens once and belongs to none of them.
+    The engine starts once, and its start counts as none of the three.
     """
     wait, publish = series(entries, "a3po/time/wait", 0.0), series(entries, "a3po/time/publish", 0.0)
     start = series(entries, "a3po/time/engine_start", 0.0) / steps_covered(entries)
@@ -49,7 +51,7 @@ def time_split(entries: History) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def waiting_share(log_history: History) -> float:
-    """Share of the steps' time in which the trainer waited for rollouts; NaN where no time was logged."""
+    """Share of the time of all steps in which the trainer waited for rollouts; NaN where no time was logged."""
     entries, absent = entries_with(log_history, TIMES)
     if absent:
         return float("nan")
@@ -57,8 +59,8 @@ def waiting_share(log_history: History) -> float:
     return float(wait.sum() / max((wait + publish + train).sum(), 1e-9))
 
 
-def steps_covered(entries: History) -> np.ndarray:
-    """How many optimizer steps each entry is the mean of."""
+def steps_covered(entries: History) -> Array:
+    """Over how many optimizer steps each entry is a mean."""
     steps = series(entries, "step")
     first = min(steps[0], steps[1] - steps[0]) if len(steps) > 1 else steps[0]
     return np.maximum(np.diff(steps, prepend=steps[0] - first), 1.0)
@@ -69,34 +71,34 @@ def spacing(entries: History) -> float:
     return float(np.median(np.diff(series(entries, "step")))) if len(entries) > 1 else 1.0
 
 
-def bins_of(entries: History) -> list[np.ndarray]:
-    """Neighbouring entries that share a bar, equally many in all bars but the last."""
-    size = -(-len(entries) // MOST_BARS)
+def bars_of(entries: History) -> list[Array]:
+    """Numbers of the neighbouring entries that share a bar, equally many in all bars but the last."""
+    size = -(-len(entries) // MAX_BARS)
     return [np.arange(at, min(at + size, len(entries))) for at in range(0, len(entries), size)]
 
 
-def binned(bins: list[np.ndarray], values: np.ndarray) -> np.ndarray:
-    """The mean of each bar's entries."""
-    return np.array([values[inside].mean() for inside in bins])
+def bar_means(bars: list[Array], values: Array) -> Array:
+    """The mean over the entries of each bar."""
+    return np.array([values[inside].mean() for inside in bars])
 
 
-def extents(entries: History, bins: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def bar_extents(entries: History, bars: list[Array]) -> tuple[Array, Array]:
     """Left edge and width of each bar."""
     steps, width = series(entries, "step"), spacing(entries)
-    left = np.array([steps[inside[0]] for inside in bins]) - width / 2
-    return left, np.array([steps[inside[-1]] - steps[inside[0]] for inside in bins]) + width
+    left = np.array([steps[inside[0]] for inside in bars]) - width / 2
+    return left, np.array([steps[inside[-1]] - steps[inside[0]] for inside in bars]) + width
 
 
-def step_limits(histories: Any) -> tuple[float, float]:
-    """The steps that every panel shows."""
+def step_limits(histories: Collection[History]) -> tuple[float, float]:
+    """The range of steps that every panel shows."""
     first = min(entries[0]["step"] for entries in histories)
     last = max(entries[-1]["step"] for entries in histories)
     margin = max(0.7 * max(spacing(entries) for entries in histories), 0.012 * (last - first))
     return first - margin, last + margin
 
 
-def running_mean(values: np.ndarray) -> np.ndarray:
-    """Centred running mean; the window shrinks at both ends."""
+def running_mean(values: Array) -> Array:
+    """Centred running mean, whose window shrinks at both ends."""
     half = min(max(SMOOTHING_STEPS, len(values) // 30), len(values)) // 2
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
 

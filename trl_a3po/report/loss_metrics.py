@@ -1,11 +1,11 @@
-"""What the micro-batches since the last log come to: the objective's statistics, engine gaps, compared anchors.
+"""Metrics of the micro-batches since the last log: statistics of the objective, engine gaps, compared anchors.
 
-Guarantees: every token counts once, whichever process trained it; nothing here reaches the loss.
+Guarantees: every token counts once, whichever process trained it; nothing in this file affects the loss.
 """
 
 import functools
 import operator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,9 +14,11 @@ from trl_a3po.objectives import ProximalComparison
 from trl_a3po.objectives.stats import Tally
 from trl_a3po.report.engine_gap import EngineGap
 
+TallyKind = TypeVar("TallyKind", bound=Tally)
+
 
 class LossMetrics:
-    """Of this process, until `collect` adds up those of all.
+    """Sums over the micro-batches of this process, until `collect` adds up those of all processes.
 
     Args:
         caches_are_kept: engine caches outlive a publish (`kv_on_publish="keep"`).
@@ -32,7 +34,8 @@ class LossMetrics:
         return not self._tallies
 
     def add(self, stats: Tally, policy_logps: torch.Tensor, inputs: dict[str, Any], version: int) -> None:
-        """A micro-batch trained at `version`, with the objective's `stats`; `policy_logps` `(B, T)`."""
+        """Add a micro-batch that was trained at `version`, with the `stats` of the objective; `policy_logps` is `(B,
+        T)`."""
         tallies = [stats, *self._gaps(policy_logps, inputs, version)]
         self._tallies = [a + b for a, b in zip(self._tallies, tallies, strict=True)] if self._tallies else tallies
 
@@ -47,8 +50,13 @@ class LossMetrics:
         epsilon_low: float,
         epsilon_high: float,
     ) -> None:
-        """The anchor that was used beside the recomputed one, `inputs["compared_logps"]`: `(B, T)`, `advantages`
-        `(B,)`; `minibatch` is "first" or "later", of its generation batch."""
+        """Compare the anchor that was used with the recomputed one.
+
+        Args:
+            minibatch: `"first"` or `"later"`, by its place in the generation batch.
+            policy_logps, anchor_logps: `(B, T)`, as is the recomputed anchor, `inputs["compared_logps"]`.
+            advantages: `(B,)`.
+        """
         comparison = ProximalComparison.of_batch(
             policy_logps,
             inputs["sampling_per_token_logps"],
@@ -64,7 +72,8 @@ class LossMetrics:
         self._comparisons[minibatch] = comparison if before is None else before + comparison
 
     def collect(self, team: Team) -> dict[str, float]:
-        """The metrics of all processes' micro-batches, in the main one; all of them call this. Begins anew."""
+        """The metrics of the micro-batches of all processes, in the main process, and empty in the others. Every
+        process calls this, and starts again from zero."""
         tallies, self._tallies = self._tallies, []
         comparisons, self._comparisons = self._comparisons, {}
         minibatches = sorted(comparisons)
@@ -72,8 +81,9 @@ class LossMetrics:
         for total in _over_processes(team, tallies):
             metrics |= total.metrics()
         compared = _over_processes(team, [comparisons[name] for name in minibatches]) if minibatches else []
-        for minibatch, total in zip(minibatches, compared, strict=False):  # nothing in the other processes
-            metrics |= total.named(minibatch)
+        # `compared` is empty in all processes but the main one.
+        for minibatch, comparison in zip(minibatches, compared, strict=False):
+            metrics |= comparison.named(minibatch)
         return metrics
 
     def _gaps(self, policy_logps: torch.Tensor, inputs: dict[str, Any], version: int) -> list[EngineGap]:
@@ -87,7 +97,7 @@ class LossMetrics:
         ]
 
 
-def _over_processes(team: Team, tallies: list[Tally]) -> list[Tally]:
-    """Each tally of all processes added up, in the main process; nothing in the others."""
+def _over_processes(team: Team, tallies: list[TallyKind]) -> list[TallyKind]:
+    """The sum of each tally over all processes, in the main process; empty in the others."""
     every = team.gather([tally.cpu() for tally in tallies])
     return [functools.reduce(operator.add, same) for same in zip(*every, strict=True)] if every else []

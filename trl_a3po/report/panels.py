@@ -1,6 +1,6 @@
 """The panels of one run: reward, staleness, where the time went, and how far the policy moved.
 
-Guarantees: a panel draws the entries it is given, which hold all of its numbers (`PANELS`).
+Guarantees: a panel draws the entries that it is given; each entry holds all values that the panel needs (`PANELS`).
 """
 
 from collections.abc import Callable
@@ -10,15 +10,28 @@ from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from trl_a3po.report.chart_style import AMBER, BLUE, GREEN, GREY, INK, ORANGE, dots, end_labels, faint, name_axes, ramp
+from trl_a3po.report.chart_style import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    ColouredWord,
+    markers_if_few,
+    point_opacity,
+    staleness_colours,
+    write_end_labels,
+    write_title,
+)
 from trl_a3po.report.history_arrays import (
     FRACTIONS,
-    MOST_BARS,
+    MAX_BARS,
     TIMES,
     History,
-    binned,
-    bins_of,
-    extents,
+    bar_extents,
+    bar_means,
+    bars_of,
     running_mean,
     series,
     staleness_values,
@@ -26,33 +39,34 @@ from trl_a3po.report.history_arrays import (
     waiting_share,
 )
 
-MOST_CHIPS = 9
-GENERATION_BOUND, TRAINING_BOUND = 0.3, 0.1  # waiting shares above and below which the verdict is plain
+MAX_LEGEND_VALUES = 9
+# Shares of waiting above which a run is generation-bound, and below which it is training-bound.
+GENERATION_BOUND, TRAINING_BOUND = 0.3, 0.1
 
 
 def draw_reward(axes: Axes, entries: History) -> None:
     steps, reward = series(entries, "step"), series(entries, "reward")
-    axes.plot(steps, reward, "o", color=BLUE, alpha=faint(len(steps)), markersize=5, markeredgewidth=0)
+    axes.plot(steps, reward, "o", color=BLUE, alpha=point_opacity(len(steps)), markersize=5, markeredgewidth=0)
     smooth = running_mean(reward)
     axes.plot(steps, smooth, color=BLUE, linewidth=2.5)
-    end_labels(axes, steps[-1], [(f"{smooth[-1]:.2f}", smooth[-1], BLUE)], fontsize=12)
-    name_axes(axes, "Reward", "mean of each batch, and its centred running mean")
+    write_end_labels(axes, steps[-1], [(f"{smooth[-1]:.2f}", smooth[-1], BLUE)], fontsize=12)
+    write_title(axes, "Reward", "mean of each batch, and its centred running mean")
     low, high = reward.min(), reward.max()
     margin = 0.06 * (high - low or 1.0)
     axes.set_ylim(low - margin, high + margin)
 
 
 def draw_staleness(axes: Axes, entries: History) -> None:
-    """Share of the tokens by staleness, fresh at the bottom, and the mean staleness on an axis of its own."""
+    """Share of the tokens by staleness, fresh tokens at the bottom, and the mean staleness on a second axis."""
     values = staleness_values(entries)
-    bins = bins_of(entries)
-    shares = [binned(bins, series(entries, f"a3po/d{d}/fraction", 0.0)) for d in values]
-    mean = binned(bins, series(entries, "a3po/staleness/mean"))
-    left, width = extents(entries, bins)
+    bars = bars_of(entries)
+    shares = [bar_means(bars, series(entries, f"a3po/d{d}/fraction", 0.0)) for d in values]
+    mean = bar_means(bars, series(entries, "a3po/staleness/mean"))
+    left, width = bar_extents(entries, bars)
     middle = left + width / 2
-    # Half a step on at both ends, so that a single step has an area too.
+    # Half a step further at both ends, so that a single step has an area too.
     around = np.concatenate([left[:1], middle, left[-1:] + width[-1:]])
-    colours = ramp(len(values))
+    colours = staleness_colours(len(values))
     axes.stackplot(around, [np.pad(share, 1, mode="edge") for share in shares], colors=colours, linewidth=0)
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
@@ -60,7 +74,7 @@ def draw_staleness(axes: Axes, entries: History) -> None:
     halo = [withStroke(linewidth=3.5, foreground="white")]
     means = axes.twinx()
     means.set_ylim(0, values[-1] + 0.5)
-    means.plot(middle, mean, color=INK, linewidth=1.6, path_effects=halo, **dots(len(mean)))
+    means.plot(middle, mean, color=INK, linewidth=1.6, path_effects=halo, **markers_if_few(len(mean)))
     means.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     means.tick_params(colors=GREY, labelsize=9, length=0)
     means.spines[:].set_visible(False)
@@ -71,32 +85,32 @@ def draw_staleness(axes: Axes, entries: History) -> None:
         f"mean {mean[-1]:.1f}", (middle[-1], edge), xytext=(0, 6 if above else -6), textcoords="offset points",
         ha="right", va="bottom" if above else "top", color=INK, fontsize=9, fontweight="bold", path_effects=halo,
     )  # fmt: skip
-    shown = range(len(values))
-    if len(values) > MOST_CHIPS:
-        shown = sorted({round(at) for at in np.linspace(0, len(values) - 1, MOST_CHIPS)})
-    chips = [(f"{values[i]}", INK if i < len(values) / 2 else "white", colours[i]) for i in shown]
-    name_axes(axes, "Staleness", "tokens by optimizer steps behind; line: mean (right)", chips)
+    shown = list(range(len(values)))
+    if len(values) > MAX_LEGEND_VALUES:
+        shown = sorted({round(at) for at in np.linspace(0, len(values) - 1, MAX_LEGEND_VALUES)})
+    legend: list[ColouredWord] = [(f"{values[i]}", INK if i < len(values) / 2 else "white", colours[i]) for i in shown]
+    write_title(axes, "Staleness", "tokens by optimizer steps behind; line: mean (right)", legend)
 
 
 def draw_time(axes: Axes, entries: History) -> None:
-    bins = bins_of(entries)
-    wait, publish, train = (binned(bins, seconds) for seconds in time_split(entries))
-    left, width = extents(entries, bins)
-    base = np.zeros(len(bins))
+    bars = bars_of(entries)
+    wait, publish, train = (bar_means(bars, seconds) for seconds in time_split(entries))
+    left, width = bar_extents(entries, bars)
+    base = np.zeros(len(bars))
     for part, colour in ((train, BLUE), (publish, GREEN), (wait, ORANGE)):
         axes.bar(left + 0.07 * width, part, 0.86 * width, bottom=base, color=colour, linewidth=0, align="edge")
         base = base + part
     tallest, usual = int(base.argmax()), float(np.median(base))
     top = min(base[tallest] * 1.05, 3 * usual) or 1.0
     axes.set_ylim(0, top)
-    if base[tallest] > top:  # one slow step should not hide the others, and is said where it leaves the page
+    if base[tallest] > top:  # one slow step should not hide the others: its bar is cut, and labelled where it is cut
         axes.annotate(
             f"{base[tallest]:.0f} s", (left[tallest] + width[tallest], top), xytext=(3, -1),
             textcoords="offset points", va="top", color=INK, fontsize=8,
             path_effects=[withStroke(linewidth=3, foreground="white")],
         )  # fmt: skip
-    words = [("training", BLUE, None), ("publishing", GREEN, None), ("waiting", ORANGE, None)]
-    name_axes(axes, "Seconds a step", _verdict(waiting_share(entries)), words, detail_colour=INK)
+    words: list[ColouredWord] = [("training", BLUE, None), ("publishing", GREEN, None), ("waiting", ORANGE, None)]
+    write_title(axes, "Seconds a step", _bound(waiting_share(entries)), words, detail_colour=INK)
 
 
 def draw_trust_region(axes: Axes, entries: History) -> None:
@@ -104,25 +118,26 @@ def draw_trust_region(axes: Axes, entries: History) -> None:
     labels = []
     for name, key, colour in (("ESS", "ess", BLUE), ("high", "clip/high", ORANGE), ("low", "clip/low", AMBER)):
         values = series(entries, f"a3po/{key}")
-        if len(steps) > MOST_BARS:
+        if len(steps) > MAX_BARS:
             axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.3)
             values = running_mean(values)
-        axes.plot(steps, values, color=colour, linewidth=1.8, **dots(len(steps)))
+        axes.plot(steps, values, color=colour, linewidth=1.8, **markers_if_few(len(steps)))
         labels.append((f"{name} {values[-1]:.1%}", values[-1], colour))
     axes.set_ylim(0, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    end_labels(axes, steps[-1], labels, fontsize=9)
+    write_end_labels(axes, steps[-1], labels, fontsize=9)
     detail = "effective sample size (ESS), tokens clipped high and low"
-    if len(steps) > MOST_BARS:
+    if len(steps) > MAX_BARS:
         detail += "; centred running means"
-    weights, largest = series(entries, "a3po/w/max"), []
+    weights = series(entries, "a3po/w/max")
+    largest: list[ColouredWord] = []
     if not np.isnan(weights).all() and np.nanmax(weights) > 1:
         at = int(np.nanargmax(weights))
         largest = [(f"max w {weights[at]:.3g} at step {steps[at]:.0f}", GREY, None)]
-    name_axes(axes, "Trust region", detail, largest)
+    write_title(axes, "Trust region", detail, largest)
 
 
-def _verdict(share: float) -> str:
+def _bound(share: float) -> str:
     bound = "balanced"
     if share > GENERATION_BOUND:
         bound = "generation-bound"

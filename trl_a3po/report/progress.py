@@ -1,6 +1,6 @@
-"""What a run is at while nothing else can be seen: one line, with the seconds it took.
+"""One line on standard output for a step of a run that shows nothing else, with the seconds it took.
 
-Guarantees: nothing is printed unless `shown`; a line is ended also when what it tells of fails.
+Guarantees: nothing is printed unless `shown`; the line is also completed when the step fails.
 """
 
 import time
@@ -9,16 +9,16 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def told(what: str, shown: bool) -> Iterator[None]:
-    """Inside, `what` is happening: printed at the start, and its seconds at the end."""
+def progress_line(what: str, shown: bool) -> Iterator[None]:
+    """Print `what` at the start of the context, and the seconds it took at the end."""
     if not shown:
         yield
         return
     print(f"trl_a3po: {what} …", end="", flush=True)
     began = time.monotonic()
-    done = "failed after"
+    outcome = "failed after"
     try:
         yield
-        done = "done in"
+        outcome = "done in"
     finally:
-        print(f" {done} {time.monotonic() - began:.1f} s", flush=True)
+        print(f" {outcome} {time.monotonic() - began:.1f} s", flush=True)

@@ -1,18 +1,19 @@
-"""The timeline of a run: how it begins, and its optimizer steps."""
+"""The timeline of a run: its first line, and a line for each optimizer step."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_a3po.config import A3POConfig
 from trl_a3po.report.timeline import NAME, Timeline
 
 
 def begin_timeline(args: A3POConfig, run: str | None, version: int, resumed: bool) -> Timeline:
-    """The timeline of `run`, which begins, or goes on, at `version`."""
+    """The timeline of `run`, which starts, or is resumed, at `version`."""
     return Timeline(
-        Path(args.output_dir) / NAME,
+        Path(args.output_dir or ".") / NAME,
         run=run,
         version=version,
         resumed=resumed,
@@ -24,20 +25,24 @@ def begin_timeline(args: A3POConfig, run: str | None, version: int, resumed: boo
 
 
 class TimelineCallback(TrainerCallback):
-    """Writes a line for each optimizer step, and then what else has happened until then.
+    """Appends a line for each optimizer step, then writes all new lines to the file.
 
     Args:
-        timeline: the timeline of the run under way; `None` where there is none, as in all processes but the first.
+        timeline: returns the timeline of the run; `None` in all processes but the main one.
     """
 
     def __init__(self, timeline: Callable[[], Timeline | None]):
         self._timeline = timeline
         self._began = 0.0
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._began = Timeline.now()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         timeline = self._timeline()
         if timeline is not None:
             timeline.lasted("step", self._began, version=state.global_step)

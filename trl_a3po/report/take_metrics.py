@@ -1,39 +1,41 @@
-"""What a take is logged with: how long it waited, what the queue held, how the engine and the rewards do.
+"""Metrics of a take: how long it waited, what the queue held, and the state of the engine and of the rewards.
 
-Guarantees: seconds of a generation batch that several takes hand out are added up; counts are those of the run so far,
-not means over a logging interval.
+Guarantees: where several takes make up a generation batch, their seconds are added up; counts are totals of the run so
+far, not means over a logging interval.
 """
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from trl_a3po.protocol.engine import EngineStats
 from trl_a3po.protocol.records import Group
 
-Metrics = dict[str, list[float]]  # TRL's: the mean of each list is logged
+Metrics = dict[str, list[float]]  # as TRL's: the mean of each list is logged
 
 
 def add_seconds(metrics: Metrics, name: str, seconds: float, *, first: bool) -> None:
-    """Seconds of all takes of a generation batch together; `first` says that it is the batch's first."""
+    """Add the seconds of a take to those of its generation batch, of which it is the `first` take or a later one."""
     if first:
         metrics[name].append(0.0)
     metrics[name][-1] += seconds
 
 
 class TakeMetrics:
-    """By the main process, which has the session.
+    """Metrics of the takes of a run, in the main process.
 
     Args:
-        is_vllm: the engine's `extra` numbers are those of vLLM servers.
+        is_vllm: whether the `extra` numbers of the engine are those of vLLM servers.
     """
 
     def __init__(self, *, is_vllm: bool):
         self._is_vllm = is_vllm
-        self._last_batch: tuple[float, float] | None = None  # when it was taken, and the seconds blocked until then
+        self._last_batch: tuple[float, float] | None = None  # when it was taken, seconds blocked before
         self._waited = 0.0
 
-    def add(self, metrics: Metrics, session, groups: Sequence[Group], waited: float, *, first: bool) -> None:
-        """A take has handed out `groups` after `waited` seconds; `first` of its generation batch."""
+    def add(self, metrics: Metrics, session: Any, groups: Sequence[Group], waited: float, *, first: bool) -> None:
+        """Add a take that returned `groups` after `waited` seconds, as the `first` take of its generation batch or a
+        later one."""
         status, engine = session.queue.status(), session.engine.stats()
         self._waited += waited
         if first:
@@ -43,17 +45,22 @@ class TakeMetrics:
                 metrics["a3po/time/idle_share"].append(self._waited / (now - taken_at))
                 metrics["a3po/time/blocked"].append(status.staleness_blocked_seconds - blocked_before)
             self._last_batch, self._waited = (now, status.staleness_blocked_seconds), 0.0
-        add_seconds(metrics, "a3po/time/reward", sum(group.score.seconds for group in groups), first=first)
+        add_seconds(
+            metrics,
+            "a3po/time/reward",
+            sum(group.score.seconds for group in groups if group.score is not None),
+            first=first,
+        )
         metrics["a3po/queue/ready"].append(float(status.ready))
         metrics["a3po/queue/outstanding"].append(float(status.outstanding))
         metrics["a3po/engine/tokens_per_second"].append(engine.tokens / max(engine.busy_seconds, 1e-9))
         metrics["a3po/engine/restarts"].append(float(engine.restarts))
         for gap in session.measured_gaps():
             metrics["a3po/delivery/gap"].append(gap)
-        for name, count in self._so_far(session, engine).items():
+        for name, count in self._totals(session, engine).items():
             metrics[name] = [float(count)]
 
-    def _so_far(self, session, engine: EngineStats) -> dict[str, float]:
+    def _totals(self, session: Any, engine: EngineStats) -> dict[str, float]:
         outcomes = session.queue.outcomes()
         counts = {f"a3po/outcomes/{kind}": outcomes.count_attempts(kind) for kind in ("rejected", "failed")}
         counts |= {f"a3po/reward/{kind}": count for kind, count in session.rewards_lost.items()}

@@ -10,7 +10,7 @@ from trl_a3po.config import A3POConfig
 from trl_a3po.protocol.records import Group
 from trl_a3po.publish.adapter_or_merged import published_spec
 from trl_a3po.publish.delivery import NUM_PROBES, DeliveryCheck, ProbeTokens, TrainedPolicy
-from trl_a3po.report.progress import told
+from trl_a3po.report.progress import progress_line
 from trl_a3po.report.run_timeline import begin_timeline
 from trl_a3po.rewards.worker_pool import RewardWorkers
 from trl_a3po.rollout.prompt_stream import PromptStream
@@ -63,7 +63,7 @@ class Session:
                 self.publishes_counted_from = resumed.publishes_counted_from
                 self.evaluation_noise = resumed.evaluation_noise or FIRST_NOISE_KEY
             if args.delivery_check_steps:
-                with told("checking the delivery of weights", not args.disable_tqdm):
+                with progress_line("checking the delivery of weights", not args.disable_tqdm):
                     self._delivery = self._check_delivery(args, prompts, version)
             self._states.published(version)
             self.queue.start(version)
@@ -137,7 +137,10 @@ class Session:
         args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
         spec = published_spec(args, model, engine_dtype(args, model, trainer.accelerator.mixed_precision))
         sampling = sampling_settings(args, trainer.generation_config)
-        with told("starting the engine", not args.disable_tqdm), self.timeline.span("engine_start", version=version):
+        with (
+            progress_line("starting the engine", not args.disable_tqdm),
+            self.timeline.span("engine_start", version=version),
+        ):
             self.engine.start(spec, sampling, self._policy.update(version, complete=True))
 
     def _check_delivery(self, args: A3POConfig, prompts: PromptStream, version: int) -> DeliveryCheck | None:
