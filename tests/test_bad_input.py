@@ -178,7 +178,7 @@ BUILT = {
         None, {"use_vllm": True, "vllm_mode": "colocate"}, ValueError,
         "cannot generate while the same process trains"),
     # model
-    "a module": (torch.nn.Linear(2, 2), {}, TypeError, "model is a Linear: pass a model name, a folder, a PreTrainedModel"),
+    "a module": (torch.nn.Linear(2, 2), {}, TypeError, "model is a Linear: pass a model name, a folder"),
     "a model without a head": (model_of(AutoModel), {}, ValueError, "model is a LlamaModel, which has no head"),
     "a classifier": (
         model_of(AutoModelForSequenceClassification), {}, ValueError,
@@ -304,7 +304,7 @@ RUN = {
         {"engine": Engine(lambda e, rs: [Rollout(r.token_ids, r.logps, [*r.versions, 0]) for r in rs])}, EngineError,
         "The lists of a rollout must be aligned token by token"),
     "too few rollouts": (
-        {"engine": Engine(lambda e, rs: rs[:2])}, EngineError, "returned 2 rollouts for prompt 0, but 4 were asked"),
+        {"engine": Engine(lambda e, rs: rs[:2])}, EngineError, "returned 2 rollouts for prompt 0, but 4 were requested"),
     "rollouts of another kind": (
         {"engine": Engine(lambda e, rs: [([4], [-1.0], [0])] * 4)}, EngineError, "returned a tuple for prompt 0"),
     "a token outside the vocabulary": (
@@ -348,7 +348,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
 def test_a_second_training_under_deepspeed_is_refused():
     check_trained_before(True, False)
     check_trained_before(False, True)
-    with pytest.raises(ValueError, match=r"second time under DeepSpeed.*make a new"):
+    with pytest.raises(ValueError, match=r"second time under DeepSpeed.*create a new"):
         check_trained_before(True, True)
 
 
