@@ -8,6 +8,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+QUICK = "02_staleness"
 INDEX = (FOLDER / "README.md").read_text()
 
 
@@ -16,7 +17,10 @@ def code_cells(path: Path) -> list[dict]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem != QUICK)) for path in NOTEBOOKS],
+)
 def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
     pytest.importorskip("ipykernel")
     nbclient = pytest.importorskip("nbclient")

@@ -87,7 +87,9 @@ def test_bf16_autocasts_the_forward_and_the_engine_follows(model_path, tmp_path)
     assert torch.cosine_similarity(*directions, dim=0) > 0.95
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("aot_eager", marks=pytest.mark.long), pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_a_compiled_model_trains_as_grpo_and_is_published_under_its_own_names(model_path, tmp_path, backend):
     engine = SpecKeepingEngine(COMPLETE)
     torch._dynamo.reset()

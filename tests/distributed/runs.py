@@ -5,6 +5,7 @@
 trained is saved in `FOLDER/MODE/<run>`, with what it logged beside it.
 """
 
+import gc
 import json
 import os
 import sys
@@ -175,6 +176,7 @@ def main() -> None:
     processes = int(os.environ["WORLD_SIZE"])
     if mode.startswith("zero"):
         use_deepspeed(folder, int(mode[-1]))
+    gc.freeze()  # accelerate collects garbage in every training
     for name in names:
         run(name, folder, mode, processes)
         # Each run sets accelerate up anew; the process group stays.

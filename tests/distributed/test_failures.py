@@ -16,11 +16,11 @@ LIMIT = 120  # seconds, most of them for the start of two processes on a busy ma
 @pytest.mark.parametrize(
     ("mode", "fault", "cause"),
     [
-        ("ddp", "raise", "ZeroDivisionError: a callback of process 1"),
         ("ddp", "kill", "Signal 9|SIGKILL"),
-        ("ddp", "starve", "RewardError|StallError"),
-        ("zero3", "raise", "ZeroDivisionError: a callback of process 1"),
-        ("zero3", "publish", "EngineError: The engine died while it took"),
+        pytest.param("ddp", "raise", "ZeroDivisionError: a callback of process 1", marks=pytest.mark.long),
+        pytest.param("ddp", "starve", "RewardError|StallError", marks=pytest.mark.long),
+        pytest.param("zero3", "raise", "ZeroDivisionError: a callback of process 1", marks=pytest.mark.long),
+        pytest.param("zero3", "publish", "EngineError: The engine died while it took", marks=pytest.mark.long),
     ],
 )
 def test_every_process_ends_with_the_cause_and_the_checkpoint_goes_on(tmp_path, mode, fault, cause):

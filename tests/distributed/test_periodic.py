@@ -11,6 +11,8 @@ from tests.distributed.launch import launch
 from tests.runs import assert_same_gradients
 from tests.tiny import save_tiny_model
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

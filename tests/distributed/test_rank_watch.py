@@ -14,8 +14,18 @@ from tests.distributed.launch import ROOT, free_port
     ("fault", "found_by", "why"),
     [
         ("raises", "port", "Ending process 0 of 2: process 1 of 2 failed: ZeroDivisionError: of process 1."),
-        ("raises", "file", "Ending process 0 of 2: process 1 of 2 failed: ZeroDivisionError: of process 1."),
-        ("hangs", "port", "Ending process 0 of 2: process 1 of 2 has given no sign of life for 3 s."),
+        pytest.param(
+            "raises",
+            "file",
+            "Ending process 0 of 2: process 1 of 2 failed: ZeroDivisionError: of process 1.",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "hangs",
+            "port",
+            "Ending process 0 of 2: process 1 of 2 has given no sign of life for 3 s.",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_process_that_waits_for_a_failed_one_reports_it_cleans_up_and_exits(tmp_path, fault, found_by, why):

@@ -15,7 +15,7 @@ from tests.distributed import runs
 from tests.distributed.launch import launch
 from tests.tiny import save_tiny_model
 
-SPREAD = ["ddp", "zero2", "zero3"]
+SPREAD = ["ddp", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("zero2", "zero3"))]
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,7 @@ def test_every_process_packs_its_rows_into_as_many_forwards_as_the_others(spread
     assert min(logged(spread / name, "a3po/forward/token_ratio")) > 1.1
 
 
+@pytest.mark.long
 def test_a_configuration_of_the_recipes_launches_the_same_run(folder):
     pytest.importorskip("deepspeed")
     done = launch("tests.distributed.runs", folder, "launched", "lora", config="zero3")

@@ -11,6 +11,7 @@ from tests.tiny import save_tiny_model
 
 RUNS = "tests.distributed.runs"
 FAILING = "tests.distributed.failing"
+pytestmark = pytest.mark.long
 LIMIT = 120  # seconds, most of them for the start of two processes on a busy machine
 
 

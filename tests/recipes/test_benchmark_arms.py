@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
 BENCHMARKS = Path(__file__).parents[2] / "recipes" / "benchmarks"
 SCRIPT = """
 import argparse, os, time
