@@ -6,6 +6,7 @@ room, a file or a single test runs in this process, where prints and the debugge
 
 import gc
 import os
+import signal
 from collections import Counter
 
 import pytest
@@ -52,6 +53,8 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_configure(config):
+    # A shell has what it starts in the background ignore Ctrl-C, which some tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[DESELECTED] = Counter()
 
 
