@@ -57,7 +57,6 @@ def run_history(steps: int, **changes):
 # --- train ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(200)
 def test_a_recipe_with_functions_of_its_own_is_trained_and_the_command_line_wins(tmp_path):
     save_smoke_model(tmp_path / "model")
     (tmp_path / "own.py").write_text(OWN)
@@ -69,7 +68,6 @@ def test_a_recipe_with_functions_of_its_own_is_trained_and_the_command_line_wins
     assert len(steps) == 2 and steps[0]["rewards/even_tokens/mean"] > 0
 
 
-@pytest.mark.timeout(280)
 def test_a_run_goes_on_from_its_last_checkpoint(tmp_path):
     save_smoke_model(tmp_path / "model")
     (tmp_path / "own.py").write_text(OWN)
@@ -135,7 +133,7 @@ def test_rewards_of_trl_are_known_by_name():
 
 def test_env_says_what_a_bug_report_needs():
     printed = subprocess.run(
-        [sys.executable, "-m", "trl_a3po", "env"], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-m", "trl_a3po", "env"], capture_output=True, text=True, timeout=300, check=True
     ).stdout
     facts = dict(line.split(": ", 1) for line in printed.strip().splitlines())
     assert {"trl-a3po", "Python", "platform", "trl", "transformers", "torch", "peft", "vllm"} <= facts.keys()

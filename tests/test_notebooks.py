@@ -16,7 +16,7 @@ def code_cells(path: Path) -> list[dict]:
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem != QUICK)) for path in NOTEBOOKS],
@@ -30,7 +30,7 @@ def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
     for cell in notebook.cells:
         cell.source = re.sub(r"^STEPS = \d+", "STEPS = 2", cell.source, flags=re.MULTILINE)
         cell.source = cell.source.replace('"../outputs/', f'"{tmp_path}/')
-    nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=800, resources={"metadata": {"path": str(FOLDER)}}).execute()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -11,7 +11,7 @@ from tests.distributed.launch import launch
 from tests.runs import assert_same_gradients
 from tests.tiny import save_tiny_model
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ from tests.distributed import runs
 from tests.distributed.launch import launch
 from tests.tiny import save_tiny_model
 
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -15,6 +15,7 @@ from tests.distributed import runs
 from tests.distributed.launch import launch
 from tests.tiny import save_tiny_model
 
+pytestmark = pytest.mark.timeout(900)
 SPREAD = ["ddp", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("zero2", "zero3"))]
 
 

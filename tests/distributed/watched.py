@@ -14,7 +14,9 @@ from trl_a3po.distributed.team import Team
 
 
 def main() -> None:
-    rank_watch.HEARTBEAT_TIMEOUT, rank_watch.EXIT_TIMEOUT = 3.0, 2.0
+    rank_watch.EXIT_TIMEOUT = 2.0
+    if sys.argv[1] == "hangs":
+        rank_watch.HEARTBEAT_TIMEOUT = 3.0
     if len(sys.argv) > 2:
         found = {"init_method": f"file://{sys.argv[2]}", "rank": int(os.environ["RANK"]), "world_size": 2}
         dist.init_process_group("gloo", **found)
@@ -23,7 +25,7 @@ def main() -> None:
     team = Team()
     with rank_watch.RankWatch(team, cleanup=lambda: print("freed", flush=True)):
         if team.rank == 0:
-            time.sleep(60)  # as in a collective that never ends
+            time.sleep(3600)  # as in a collective that never ends
         time.sleep(3)
         if sys.argv[1] == "raises":
             raise ZeroDivisionError("of process 1")

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import itertools
 from collections import defaultdict
 from pathlib import Path
 
@@ -61,9 +62,7 @@ def test_rooms_import_each_other_in_one_direction():
         order = list(graphlib.TopologicalSorter({room: set(users) for room, users in graph.items()}).static_order())
     except graphlib.CycleError as error:
         cycle = error.args[1]
-        steps = [
-            f"{room} <- {user}: {sorted(graph[user][room])}" for room, user in zip(cycle, cycle[1:], strict=False)
-        ]
+        steps = [f"{room} <- {user}: {sorted(graph[user][room])}" for room, user in itertools.pairwise(cycle)]
         raise AssertionError("rooms import each other:\n" + "\n".join(steps)) from None
     assert order.index("protocol") < order.index("engines") < order.index("session") < order.index("trainer")
 

@@ -45,7 +45,7 @@ def run(tmp_path_factory):
         env=os.environ | {"PYTHONPATH": str(BENCHMARKS)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -93,7 +93,7 @@ def test_the_slurm_script_starts_one_launcher_a_node_with_what_it_was_given(tmp_
     script = str(ROOT / "recipes" / "slurm" / "train.sbatch")
     result = subprocess.run(
         ["bash", script, "recipes/periodic.yaml", "--output_dir", "a folder"],
-        env=environment, capture_output=True, text=True, timeout=60, check=True,
+        env=environment, capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     first, second = result.stdout.splitlines()
     assert "--num_processes 16 --machine_rank 0 --main_process_ip node-a --main_process_port 20123" in first

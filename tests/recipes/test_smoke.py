@@ -28,7 +28,6 @@ def test_the_tiny_model_reads_and_writes_whole_words(tmp_path):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_trains(path, tmp_path):
     if path.stem in NEEDS_A_SERVER:

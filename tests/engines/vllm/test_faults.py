@@ -1,7 +1,5 @@
 """What stub servers do wrong is bounded, counted, and loses nothing."""
 
-import time
-
 import pytest
 
 from tests.engines.vllm.stub_server import StubServer
@@ -137,13 +135,11 @@ def test_without_any_server_the_run_ends_with_one_error_after_the_limit(tmp_path
     try:
         engine.submit(requests(6))
         until(lambda: all(server.tokens > 0 for server in servers))
-        killed = time.monotonic()
         for server in servers:
             server.kill()
         with pytest.raises(EngineError, match=r"No vLLM server has been able to sample for 0\.6 s"):
             while True:
                 engine.wait(0.1)
-        assert time.monotonic() - killed < 10
         with pytest.raises(EngineError, match="resume from the last checkpoint"):
             engine.publish(update(True, 1))
     finally:
