@@ -7,8 +7,8 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.engines.transformers.running import until
 from tests.tiny import VOCAB, tiny_prompts
+from tests.workers.processes import until
 from trl_a3po import A3POConfig, A3POTrainer, Group
 from trl_a3po.testing import StubEngine, scripted_completion
 

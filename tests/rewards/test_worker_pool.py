@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -12,12 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.engines.transformers.running import is_gone, is_reaped, until
+from tests.workers.processes import is_reaped, until
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Rollout, Score
 from trl_a3po.rewards.worker_pool import RewardWorkers
 from trl_a3po.rewards.worker_process import RewardTraceback
-from trl_a3po.workers.process import worker_environment
 
 LONG = 3600.0
 
@@ -254,18 +252,6 @@ def _slow():
     return lambda **kwargs: [0.0, 0.0]
 
 
-def test_a_child_that_outlives_its_worker_neither_hides_the_death_nor_stays(started, tmp_path):
-    def reward(**kwargs):
-        child = os.fork()
-        if child == 0:
-            time.sleep(LONG)
-        (tmp_path / "child").write_text(str(child))
-        os._exit(1)
-
-    assert isinstance(started(reward)(group()), Rejection)
-    until(lambda: is_gone(int((tmp_path / "child").read_text())))
-
-
 def test_score_all_gives_up_on_a_hanging_group_and_names_the_setting(started):
     with pytest.raises(StallError, match="set a reward_timeout"):
         started(by_target([]), stall_timeout=1.0).score_all([group(target="hang")])
@@ -297,30 +283,3 @@ def test_close_ends_workers_that_are_idle_or_still_loading(started):
     workers(group(target="reward"))
     workers.close()
     assert len(processes) == 2 and all(map(is_reaped, processes))
-
-
-OWNER = """
-import os, signal, sys, time
-from tests.rewards.test_worker_pool import by_target, completions, group
-from trl_a3po.rewards.worker_pool import RewardWorkers
-
-workers = RewardWorkers([by_target([])], ["reward0"], completions, lambda group: None, workers=2)
-workers.start()
-print(*(worker.process.pid for worker in workers._idle), flush=True)
-if sys.argv[1] == "hang":
-    workers(group(target="hang"))
-workers(group(target="reward"))
-"""
-
-
-@pytest.mark.parametrize("how", ["hang", "leave"])
-def test_no_worker_outlives_the_training_process(how):
-    environment = worker_environment(threads=1)
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, how], stdout=subprocess.PIPE, text=True, env=environment)
-    pids = [int(pid) for pid in owner.stdout.readline().split()]
-    assert len(pids) == 2
-    if how == "hang":
-        owner.kill()
-    owner.wait(60)
-    owner.stdout.close()
-    until(lambda: all(map(is_gone, pids)))

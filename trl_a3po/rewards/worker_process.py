@@ -12,6 +12,7 @@ from trl_a3po.workers.reading import WorkerEnded, WorkerUnusable, read_messages
 
 START_TIMEOUT = 300.0  # seconds for a worker to import and load the functions
 ABORT_TIMEOUT = 1.0  # seconds for an overdue worker to print its stacks
+END_TIMEOUT = 2.0  # seconds for a worker that has closed its socket to end
 
 
 class RewardTraceback(Exception):
@@ -107,5 +108,8 @@ class RewardProcess:
         self.process.shows_output = False
         if abort:
             self.process.abort()
-        fault = str(reason) if isinstance(reason, WorkerUnusable) else None
-        return self.process.reap(ABORT_TIMEOUT if abort else 0.0, fault=fault)
+        if isinstance(reason, WorkerUnusable):
+            return self.process.reap(0.0, fault=str(reason))
+        if isinstance(reason, WorkerEnded):
+            return self.process.reap(END_TIMEOUT)
+        return self.process.reap(ABORT_TIMEOUT if abort else 0.0)

@@ -1,16 +1,14 @@
 """Engines under test, and what is asked of them."""
 
-import os
 import time
 
 import torch
 
 from tests.engines.transformers.tiny_models import settings
+from tests.workers.processes import TIMEOUT
 from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
 from trl_a3po.protocol.engine import EngineEvent
 from trl_a3po.publish.collect import collect_weights, policy_spec
-
-TIMEOUT = 60.0
 
 
 def started(model, max_new_tokens: int, **changes) -> TransformersEngine:
@@ -31,26 +29,6 @@ def events_of(engine: TransformersEngine, request_ids) -> dict[int, EngineEvent]
             events[event.request_id] = event
     assert engine.wait(0.05) == []
     return events
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.02)
-
-
-def is_gone(pid: int) -> bool:
-    """Whether the process has ended; one that only waits to be reaped by somebody else's init has."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def is_reaped(pid: int) -> bool:
-    return not os.path.exists(f"/proc/{pid}")
 
 
 @torch.no_grad()

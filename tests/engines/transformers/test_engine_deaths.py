@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
-from tests.engines.transformers.running import TIMEOUT, events_of, is_gone, is_reaped, started, train, until
+from tests.engines.transformers.running import events_of, started, train
 from tests.engines.transformers.tiny_models import gap, prompts, request, settings, tiny_model
+from tests.workers.processes import TIMEOUT, is_gone, is_reaped, until
 from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished
@@ -210,28 +211,6 @@ def test_a_script_without_a_main_guard_samples_from_a_class_of_its_own_and_may_f
     assert process.returncode == 0
     assert tokens == "[7, 7, 7, 7]"
     assert is_gone(int(pid))
-
-
-def test_a_killed_trainer_from_standard_input_takes_its_worker_with_it():
-    process = script("-", "8000", stdin=subprocess.PIPE)
-    process.stdin.write(SCRIPT + "engine.wait(60.0)\n")
-    process.stdin.close()
-    pid = int(process.stdout.readline())
-    assert not is_gone(pid)
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    until(lambda: is_gone(pid))
-
-
-def test_a_worker_is_no_rank_of_the_trainers_job(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    environment = worker_environment(threads=2)
-    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & set(environment)
-    assert "ACCELERATE_USE_FSDP" not in environment
-    assert environment["CUDA_VISIBLE_DEVICES"] == "3" and environment["OMP_NUM_THREADS"] == "2"
 
 
 def test_a_worker_starts_without_importing_trl_or_peft():

@@ -8,8 +8,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tests.engines.transformers.running import TIMEOUT, events_of, started, train
+from tests.engines.transformers.running import events_of, started, train
 from tests.engines.transformers.tiny_models import gap, prompts, request, tiny_model
+from tests.workers.processes import TIMEOUT
 from trl_a3po.errors import EngineError
 from trl_a3po.publish.collect import collect_weights
 from trl_a3po.testing import completion_logps

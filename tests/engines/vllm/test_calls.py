@@ -3,12 +3,10 @@
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from tests.engines.transformers.running import is_reaped
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import SAMPLING, finished, requests, started, until, update
 from trl_a3po.engines.vllm import calls, pool
@@ -84,17 +82,6 @@ def test_a_reader_that_cannot_be_started_fails_what_it_was_to_do_and_is_tried_ag
 
 def refused(module: str):
     raise OSError(11, "no more processes")
-
-
-def test_nothing_is_left_of_it(tmp_path):
-    server = StubServer(step=0.05)
-    engine = started([server], tmp_path)
-    engine.submit(requests(2))
-    until(lambda: server.tokens > 0)
-    pid = reader_of(engine)
-    engine.close()
-    assert is_reaped(pid)
-    assert not [thread for thread in threading.enumerate() if thread.name == "a3po-vllm-calls"]
 
 
 def test_a_mistake_in_it_is_told_with_its_traceback(reading, ended):

@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from tests.engines.transformers.running import is_gone, until
 from tests.engines.vllm.real_runs import STALENESS, TEMPERATURE, CheckingTrainer, trainer_of
+from tests.workers.processes import is_gone, until
 from trl_a3po.engines.vllm.completions import completion_body, noise_seed
 from trl_a3po.engines.vllm.server import Server
 from trl_a3po.engines.vllm.server_process import ServerProcess

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.engines.transformers.running import until
 from tests.engines.vllm.conftest import START_TIMEOUT, serving
 from tests.engines.vllm.real_runs import CheckingTrainer, KeepVersions, trainer_of
 from tests.runs import logged
+from tests.workers.processes import until
 from trl_a3po.engines.vllm.server_process import ServerProcess
 from trl_a3po.errors import EngineError
 
