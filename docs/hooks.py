@@ -11,10 +11,12 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
+if TYPE_CHECKING:  # a test imports this module without MkDocs
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES_FROM = {  # page of the site -> file of the repository
@@ -29,19 +31,19 @@ PICTURE = re.compile(r'<picture>.*?<img [^>]*src="docs/(\S+)_light\.svg"[^>]*alt
 FENCE = re.compile(r"(^```.*?^```$)", re.S | re.M)
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
+def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     """Add the pages that GitHub shows elsewhere in the repository."""
+    from mkdocs.structure.files import File
+
     for page, name in PAGES_FROM.items():
         path = ROOT / name
-        if path.suffix == ".ipynb":
-            for file in notebook_files(page, path, config):
-                files.append(file)
-        else:
-            files.append(File.generated(config, page, content=path.read_text(encoding="utf-8")))
+        contents = notebook_page(page, path) if path.suffix == ".ipynb" else {page: path.read_text(encoding="utf-8")}
+        for uri, content in contents.items():
+            files.append(File.generated(config, uri, content=content))
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     uri = page.file.src_uri
     markdown = PICTURE.sub(r"![\2](\1_light.svg#only-light)\n![\2](\1_dark.svg#only-dark)", markdown)
     parts = FENCE.split(markdown)
@@ -53,7 +55,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return markdown
 
 
-def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_content(html: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     """Docstrings refer to names as Hugging Face's do, [`~trl.GRPOConfig`]: shown as code."""
     return re.sub(r"\[<code>~?(?:[\w.]+\.)?(\w+)</code>\]", r"<code>\1</code>", html)
 
@@ -87,9 +89,10 @@ def linked(markdown: str, uri: str, source: str | None) -> str:
 # --- notebooks ------------------------------------------------------------------------------------------------------
 
 
-def notebook_files(page: str, path: Path, config: MkDocsConfig) -> list[File]:
-    """A notebook as a page with its outputs, and its pictures."""
-    parts, pictures = [], []
+def notebook_page(page: str, path: Path) -> dict[str, str | bytes]:
+    """A notebook as a page with its outputs, and its pictures: uri -> content."""
+    parts: list[str] = []
+    pictures: dict[str, str | bytes] = {}
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
@@ -100,15 +103,14 @@ def notebook_files(page: str, path: Path, config: MkDocsConfig) -> list[File]:
             data = output.get("data", {})
             if "image/png" in data:
                 name = f"{path.stem}_{len(pictures)}.png"
-                content = base64.b64decode("".join(data["image/png"]))
-                pictures.append(File.generated(config, f"notebooks/{name}", content=content))
+                pictures[f"notebooks/{name}"] = base64.b64decode("".join(data["image/png"]))
                 parts.append(f"![output of the cell above]({name})")
             elif "text/html" in data:
                 table = re.sub(r"<style.*?</style>\s*", "", "".join(data["text/html"]), flags=re.S)
                 parts.append("\n".join(line.strip() for line in table.splitlines() if line.strip()))
             elif text := "".join(output.get("text") or data.get("text/plain") or []):
                 parts.append(f"```text\n{text.rstrip()}\n```")
-    return [File.generated(config, page, content="\n\n".join(parts)), *pictures]
+    return {page: "\n\n".join(parts), **pictures}
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------

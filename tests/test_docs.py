@@ -1,10 +1,12 @@
 """README and docs name only what exists: links, files, tests, settings, public names; the README's script runs."""
 
+import importlib.util
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
+from trl import GRPOConfig
 
 import trl_a3po.errors
 import trl_a3po.objectives
@@ -154,6 +156,35 @@ def test_every_error_is_explained():
     explained = {name.strip("`") for name, *_ in rows(ROOT / "docs" / "errors.md", "error")}
     errors = {name for name, value in vars(trl_a3po.errors).items() if isinstance(value, type)}
     assert errors - explained == {"A3POError"}  # their base class
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    """What `mkdocs build` calls."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_site_has_a_row_for_every_setting(hooks):
+    settings = set(A3POConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
+    assert settings <= set(re.findall(r"^\| `(\w+)` ", hooks.settings_tables(), re.M))
+
+
+@pytest.mark.parametrize(
+    "uri, written, on_the_site",
+    [
+        ("index.md", "[a](docs/vllm.md#measured)", "[a](vllm.md#measured)"),
+        ("vllm.md", "[a](../README.md)", "[a](index.md)"),
+        ("api/trainer.md", "[a](../metrics.md)", "[a](../metrics.md)"),
+        ("notebooks/index.md", "[a](01_first_run.ipynb)", "[a](01_first_run.md)"),
+        ("vllm.md", "[a](https://arxiv.org)", "[a](https://arxiv.org)"),
+        ("vllm.md", "[`a`](../recipes/data.py)", "`a`"),
+    ],
+)
+def test_links_of_github_are_links_of_the_site(hooks, uri, written, on_the_site):
+    assert hooks.linked(written, uri, source=None) == on_the_site
 
 
 def test_every_page_is_in_the_navigation_of_the_site():
