@@ -15,6 +15,7 @@ from tests.runs import taken_groups
 from tests.tiny import VOCAB, save_tiny_model, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.checkpoints import checkpoint
+from trl_a3po.checkpoints.choose_checkpoint import newest_valid
 from trl_a3po.testing import StubEngine, scripted_completion
 
 GENERATIONS, LENGTH, ROWS, BOUND = 2, 4, 12, 4
@@ -82,7 +83,7 @@ def main(folder: str, steps: int) -> None:
     )
     trainer = Traced(str(Path(folder, "model")), reward, args=args, train_dataset=tiny_prompts(ROWS))
     begun = any(checkpoint.why_invalid(path) is None for path in checkpoint.checkpoints(Path(folder)))
-    start = checkpoint.newest_valid(Path(folder)).name.split("-")[1] if begun else 0
+    start = newest_valid(Path(folder)).name.split("-")[1] if begun else 0
     note(folder, start=int(start))
     trainer.train(resume_from_checkpoint=begun)
     note(folder, end=trainer.state.global_step)

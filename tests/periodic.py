@@ -45,7 +45,7 @@ class TakesRecorder(A3POTrainer):
         if isinstance(self.args.engine, ShufflingEngine):
             self.args.engine.asked_for += self.args.groups_per_take
         rows = super()._take()
-        self.taken.append(sorted({group.prompt.index for group, _ in self._taken}))
+        self.taken.append(sorted({group.prompt.index for group, _ in self._current_batch.rows}))
         return rows
 
 

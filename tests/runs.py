@@ -189,4 +189,4 @@ def logged(trainer: GRPOTrainer, name: str) -> list[float]:
 
 def taken_groups(trainer: A3POTrainer) -> list[Group]:
     """The groups of the batch that a trainer in one process has just taken."""
-    return [group for group, number in trainer._taken if number == 0]
+    return [group for group, number in trainer._current_batch.rows if number == 0]

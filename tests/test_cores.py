@@ -33,7 +33,7 @@ def test_threads_of_the_trainer(eight_cores, tmp_path, settings, device, trainer
     args = A3POConfig(str(tmp_path), **settings)
     shared = SharedCores(args, device)
     assert torch.get_num_threads() == trainers
-    shared.give_back()
+    shared.restore()
     assert torch.get_num_threads() == 8
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.killed_run import BOUND, GENERATIONS, ROWS
 from trl_a3po.checkpoints import checkpoint
+from trl_a3po.checkpoints.choose_checkpoint import newest_valid
 from trl_a3po.report.timeline import read_timeline
 
 START_SECONDS, STEP_SECONDS = 240, 60
@@ -75,7 +76,7 @@ def check_killed_run(folder, *, kills, steps, seed):
         assert of_epoch == Counter(range(ROWS))
     for take in lineage:
         assert 0 <= take["oldest"] <= take["newest"] <= take["take"] <= take["oldest"] + BOUND
-    assert checkpoint.newest_valid(folder).name == f"checkpoint-{steps}"
+    assert newest_valid(folder).name == f"checkpoint-{steps}"
     outcomes = checkpoint.read_json(folder / f"checkpoint-{steps}" / checkpoint.STATE)["queue"]["outcomes"]
     assert outcomes["prompts"] == outcomes["prompt_outcomes"]["trained"] == total
     assert outcomes["attempts"] == sum(outcomes["attempt_outcomes"].values())

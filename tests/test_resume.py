@@ -19,6 +19,7 @@ from tests.runs import TakeRecorder
 from tests.tiny import VOCAB, tiny_prompts
 from trl_a3po import A3POConfig
 from trl_a3po.checkpoints import checkpoint
+from trl_a3po.checkpoints.choose_checkpoint import newest_valid
 from trl_a3po.errors import CheckpointError
 from trl_a3po.report.timeline import read_timeline
 from trl_a3po.testing import StubEngine, scripted_completion
@@ -297,7 +298,7 @@ def test_a_checkpoint_from_before_runs_had_names_is_resumed_under_none(build):
     resumed.train(resume_from_checkpoint=True)
     assert [version for version, _ in resumed.takes] == [4, 5]
     assert checkpoint.run_of(saved(resumed, 6)) is None
-    assert checkpoint.newest_valid(Path(resumed.args.output_dir)) == saved(resumed, 6)
+    assert newest_valid(Path(resumed.args.output_dir)) == saved(resumed, 6)
 
 
 def test_without_any_valid_checkpoint_resuming_says_what_is_wrong_with_each(build):
@@ -329,7 +330,7 @@ def test_dying_while_saving_keeps_the_last_valid_checkpoint_at_a_limit_of_one(bu
     with pytest.raises(Killed):
         trainer.train()
     monkeypatch.undo()
-    assert checkpoint.newest_valid(Path(trainer.args.output_dir)) == saved(trainer, 2)
+    assert newest_valid(Path(trainer.args.output_dir)) == saved(trainer, 2)
     resumed = build(save_total_limit=1, save_steps=2, max_steps=6)
     resumed.train(resume_from_checkpoint=True)
     assert [version for version, _ in resumed.takes] == [2, 3, 4, 5]
@@ -351,7 +352,7 @@ def test_a_full_disk_ends_the_run_with_the_path_and_older_checkpoints_stay_valid
     monkeypatch.setattr(torch, "save", lambda value, path, *a, **k: full(path) or real_save(value, path, *a, **k))
     with pytest.raises(CheckpointError, match=r"checkpoint-4 could not be written.*No space left"):
         trainer.train()
-    assert checkpoint.newest_valid(Path(trainer.args.output_dir)) == saved(trainer, 2)
+    assert newest_valid(Path(trainer.args.output_dir)) == saved(trainer, 2)
     assert trainer.args.engine.closed
 
 
@@ -379,7 +380,7 @@ def test_older_checkpoints_that_cannot_be_deleted_are_named(build, monkeypatch):
     monkeypatch.setattr("shutil.rmtree", full_disk)
     with pytest.raises(CheckpointError, match="Deleting older checkpoints failed in"):
         trainer.train()
-    assert checkpoint.newest_valid(Path(trainer.args.output_dir)) == saved(trainer, 4)
+    assert newest_valid(Path(trainer.args.output_dir)) == saved(trainer, 4)
 
 
 # --- what the Trainer does with checkpoints -----------------------------------------------------------------------

@@ -1,16 +1,21 @@
 """`A3POTrainer`: TRL's `GRPOTrainer` fed by an engine that runs ahead of training.
 
-Thin hooks around `super()`, in the order a batch meets them:
+Thin hooks around `super()`, in the order in which a batch meets them:
 
-- `_prepare_inputs`: at the first micro-step of a generation batch, publish the weights, then take the batch, or, with
-  `schedule="periodic"`, at each micro-step, take its groups;
-- `_generate_single_turn` and `_calculate_rewards`: hand TRL the completions and rewards that are already there;
-- `_generate_and_score_completions`: add each token's version and staleness to TRL's batch;
-- `_get_per_token_logps_and_entropies` inside `_compute_loss`: from TRL's only forward pass, give TRL's loss the
-  objective's anchor as `old_per_token_logps` and its weight on the advantages.
+1. `_prepare_inputs`: at the first micro-step of a generation batch, publish the weights, then take the batch. With
+   `schedule="periodic"`, take the groups of each micro-step at that micro-step.
+2. `_generate_and_score_completions`: let TRL prepare the batch, then add each token's version and staleness to it.
+3. `_generate_single_turn` and `_calculate_rewards`, which TRL calls meanwhile: give TRL the completions and the
+   rewards that have already been computed.
+4. `training_step`: with `schedule="periodic"`, correct the normaliser of the loss after the backward pass.
+5. `_compute_loss` and, inside it, `_get_per_token_logps_and_entropies`: from TRL's only forward pass, give TRL's loss
+   the objective's anchor as `old_per_token_logps` and the objective's weight on the advantages.
+6. `log`: add the metrics of the optimizer step to TRL's.
 
-Guarantees: rewards, advantages, losses, normalisers, KL, entropy terms and logging stay TRL's; no second forward of
-the policy except for `proximal_method="recompute"`; no maths and no threads here.
+`CheckpointHooks` has the hooks that save and load.
+
+Guarantees: rewards, advantages, losses, normalisers, KL, entropy terms and logging stay TRL's; there is no second
+forward pass of the policy except for `proximal_method="recompute"`; there are no maths and no threads here.
 """
 
 import itertools
@@ -22,11 +27,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, rotate_checkpoints
+from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 from trl import GRPOTrainer
 
 from trl_a3po._compat import check_trl_hooks
+from trl_a3po.checkpoints.choose_checkpoint import choose_checkpoint, warn_of_earlier_runs
 from trl_a3po.checks.arguments import (
     argument_names,
     check_arguments,
@@ -44,31 +49,31 @@ from trl_a3po.distributed.rank_watch import RankWatch
 from trl_a3po.distributed.shared_folder import check_shared
 from trl_a3po.distributed.team import Team
 from trl_a3po.forward.training import TrainingForward
-from trl_a3po.models.unwrap import base_model
 from trl_a3po.objectives import token_staleness
 from trl_a3po.objectives.choose import chosen_anchor
 from trl_a3po.protocol.records import Group
-from trl_a3po.publish.quantised import keep_trained_dtypes, prevent_repacking
-from trl_a3po.report.completions_table import RowWeights, completion_columns
+from trl_a3po.publish.quantised import prevent_repacking
+from trl_a3po.report.completions_table import completion_columns
 from trl_a3po.report.loss_metrics import LossMetrics
-from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.report.run_timeline import TimelineCallback
 from trl_a3po.report.take_metrics import TakeMetrics, add_seconds
 from trl_a3po.report.trainer_plan import trainer_plan
-from trl_a3po.rollout.batch_rows import Row, behavior_versions, replay_logs, replayed_rewards, rollouts_of
+from trl_a3po.rollout.batch_rows import behavior_versions, replay_logs, replayed_rewards, rollouts_of
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.session import Session
 from trl_a3po.session.build_engine import engine_dtype, engine_slots, sampling_settings
+from trl_a3po.session.build_policy import build_policy, zero_stage
 from trl_a3po.session.build_scorer import reward_functions
-from trl_a3po.session.resuming import RunState, begin_run, choose_checkpoint, load_run, warn_of_earlier_runs
-from trl_a3po.session.saving import named_on_error, rotation_held, save_run, written_whole
-from trl_a3po.session.trained_policy import trained_policy, zero_stage
+from trl_a3po.session.checkpoint_hooks import CheckpointHooks
+from trl_a3po.session.current_batch import CurrentBatch
+from trl_a3po.session.resuming import RunState, begin_run, load_run
+from trl_a3po.session.temporarily import temporarily
 from trl_a3po.step_normalizer import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
 
 check_trl_hooks(GRPOTrainer)
 
 
-class A3POTrainer(GRPOTrainer):
+class A3POTrainer(CheckpointHooks, GRPOTrainer):
     """
     Trainer for asynchronous RL with staleness-aware policy optimization (A-3PO, arXiv 2512.06547).
 
@@ -81,12 +86,12 @@ class A3POTrainer(GRPOTrainer):
             prompt's group take its place, or a changed group (rollouts and score) to train on instead.
 
     Raises:
-        ValueError: what asynchronous generation does not support: tools, environments, `rollout_func`, multimodal
-            models, FSDP.
-        EngineError: the engine cannot sample any more.
-        RewardError: a reward function raised or returned something else than one number per completion.
-        StallError: nothing moved for `stall_timeout` seconds; the message says who waits for whom.
+        ValueError: a setting, an argument or the dataset cannot be used, or is not supported with asynchronous
+            generation: tools, environments, `rollout_func`, multimodal models, FSDP.
+        A3POError: the run cannot continue. `trl_a3po.errors` lists what can be raised while training is under way.
     """
+
+    args: A3POConfig
 
     _tag_names: ClassVar = ["trl", "grpo", "a3po"]
     _name = "A3PO"
@@ -106,13 +111,13 @@ class A3POTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        model,
-        reward_funcs=None,
+        model: Any,
+        reward_funcs: Any = None,
         args: A3POConfig | None = None,
-        *arguments,
+        *arguments: Any,
         on_group: OnGroup | None = None,
-        **options,
-    ):
+        **options: Any,
+    ) -> None:
         args = args if args is not None else A3POConfig("trainer_output")
         others = dict(zip(argument_names(GRPOTrainer)[3:], arguments, strict=False)) | options
         check_arguments(model, reward_funcs, args, others)
@@ -132,26 +137,26 @@ class A3POTrainer(GRPOTrainer):
         self._training_forward = TrainingForward(args, self.accelerator, models)
         self._team = Team(timeout=args.ddp_timeout + args.stall_timeout)
         self._running = self._trained_before = False
-        self._session: Session | None = None  # of the main process
+        self._session: Session | None = None  # in the main process, during training
         self.add_callback(TimelineCallback(lambda: self._session and self._session.timeline))
-        self._take_metrics: TakeMetrics | None = None  # of the session
+        self._take_metrics = TakeMetrics(is_vllm=args.engine == "vllm")
         self._loss_metrics = LossMetrics(caches_are_kept=args.kv_on_publish != "recompute")
-        self._take_number = 0  # of its generation batch
-        self._scored = False  # a group of the generation batch being taken has a reward
         normalizes = args.schedule == "periodic" and args.loss_type in STEP_NORMALIZED_LOSS_TYPES
         self._normalizer = StepNormalizer(args.steps_per_generation) if normalizes else None
         self._resumed: RunState | None = None
-        self._holds_push = False
-        self._taken: list[Row] | None = None
-        self._row_weights = RowWeights()
-        self._loss_inputs: dict[str, Any] | None = None
-        self._compared_at: int | None = None
+        self._current_batch = CurrentBatch()
+        self._loss_inputs: dict[str, Any] | None = None  # of the loss that is being computed
 
     # --- a run's beginning and end ------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """As GRPOTrainer's; `resume_from_checkpoint=True` takes the last checkpoint that was written whole, and a
-        resumed run goes on exactly where it was saved: the same prompts, groups and half-used batch."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train, as `GRPOTrainer.train` does.
+
+        A resumed run continues exactly where it was saved, with the same prompts, groups and half-used batch.
+
+        Args:
+            resume_from_checkpoint: the path of a checkpoint, or `True` for the newest valid one in `output_dir`.
+        """
         if self.args.dry_run:
             print(self.plan())
             return TrainOutput(self.state.global_step, 0.0, {})
@@ -165,7 +170,8 @@ class A3POTrainer(GRPOTrainer):
                 self.close()
 
     def _resume(self, resume_from_checkpoint: str | bool | None) -> Path | None:
-        """Set this process to a run's beginning, or to where a checkpoint was saved, and return its folder."""
+        """Set this process to the beginning of a new run, or to the moment at which a checkpoint was saved. Returns
+        the folder of that checkpoint."""
         if resume_from_checkpoint or self.args.save_strategy != SaveStrategy.NO:
             check_shared(self._team, Path(self.args.output_dir))
         folder = None
@@ -177,8 +183,8 @@ class A3POTrainer(GRPOTrainer):
         begin_run(self, self._resumed)
         return folder
 
-    def _run_epoch(self, *args, **kwargs):
-        if self.state.global_step >= self.state.max_steps:  # resumed at its end: Trainer would train one more step
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # resumed at the end: Trainer would train one more step
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
@@ -189,7 +195,7 @@ class A3POTrainer(GRPOTrainer):
             )
 
     def plan(self) -> str:
-        """What the run resolves to, for a person: batches, staleness, engine, training forward, memory."""
+        """What the settings amount to, as a text: batches, staleness, engine, training forward pass, memory."""
         model = self.accelerator.unwrap_model(self.model)
         dtype = engine_dtype(self.args, model, self.accelerator.mixed_precision)
         processes, forward = self.accelerator.num_processes, self._training_forward.description(model)
@@ -198,155 +204,104 @@ class A3POTrainer(GRPOTrainer):
         )
 
     def close(self) -> None:
-        """Stop generating and free the engine. Called at the end of `train`; idempotent."""
-        self._running, self._taken, self._resumed, self._compared_at = False, None, None, None
+        """Stop generating and free the engine. `train` calls it when it ends. Idempotent."""
+        self._running, self._resumed, self._current_batch = False, None, CurrentBatch()
         if self._session is not None:
-            self._session.close()  # again at the next call, if this one is interrupted
-            self._session = None
-
-    # --- checkpoints --------------------------------------------------------------------------------------------
-
-    def _save_checkpoint(self, model, trial):
-        if not self._running:  # outside of training there is no queue to save
-            with named_on_error("Saving a checkpoint", self._get_output_dir(trial=trial)):
-                super()._save_checkpoint(model, trial)
-            return
-        version, run_dir = self.state.global_step, self._get_output_dir(trial=trial)
-        folder = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{version}"
-        self._show_row_weights()
-        with written_whole(self, folder):
-            save_run(self, folder)
-            with rotation_held(self.args), self._push_held():
-                super()._save_checkpoint(model, trial)
-            if self.args.should_save:
-                torch.save(self.args, folder / TRAINING_ARGS_NAME)  # again, with its save_total_limit
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(folder))
-        if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            with named_on_error("Deleting older checkpoints", run_dir):
-                rotate_checkpoints(run_dir, self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
-
-    def _load_from_checkpoint(self, *args, **kwargs):
-        with keep_trained_dtypes(self.model):
-            super()._load_from_checkpoint(*args, **kwargs)
-
-    def _load_best_model(self):
-        with keep_trained_dtypes(self.model):
-            super()._load_best_model()
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
-        if _internal_call:  # part of a checkpoint, which names its folder
-            super().save_model(output_dir, _internal_call)
-            return
-        with named_on_error("Saving the model", output_dir or self.args.output_dir):
-            super().save_model(output_dir, _internal_call)
-
-    @contextmanager
-    def _push_held(self) -> Iterator[None]:
-        self._holds_push = True
-        try:
-            yield
-        finally:
-            self._holds_push = False
-
-    def _push_from_checkpoint(self, checkpoint_folder):
-        if not self._holds_push:  # a checkpoint is pushed when it is complete
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def create_model_card(self, *args, **kwargs):
-        super().create_model_card(*args, **kwargs)
-        if self.is_world_process_zero():
-            model = base_model(self.accelerator.unwrap_model(self.model))
-            folder = self.args.output_dir
-            complete_model_card(Path(folder) / "README.md", type(model).__name__, self.hub_model_id or folder)
+            self._session.close()
+            self._session = None  # only now: if closing is interrupted, the next call closes the session again
 
     # --- taking a batch -----------------------------------------------------------------------------------------
 
-    def _prepare_inputs(self, generation_batch):
+    def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
         if self.model.training:
             if not self._running:
                 with self._timed("a3po/time/engine_start"):
                     self._start_session()
-            if self._takes_now():
+            if self._take_is_due():
                 generation_batch = self._take()
         elif self._running:
             self._sample_evaluation(generation_batch)
         if self.model.training and self.args.schedule == "periodic":
             return self._prepare_micro_step(generation_batch)
-        takes = self.model.training and self._takes_now()
+        begins_batch = self.model.training and self._take_is_due()
         inputs = super()._prepare_inputs(generation_batch)
-        if not takes:
+        if not begins_batch:
             return inputs
         self._buffered_inputs = self._training_forward.arranged(self._buffered_inputs)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _prepare_micro_step(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """The micro-batch of `rows` alone: all of TRL's preparation, the reference forward included, happens for the
-        groups that are there, while others are still being sampled."""
-        steps, self.args.steps_per_generation = self.args.steps_per_generation, 1
-        try:
+        """The micro-batch of `rows` alone. TRL prepares it, reference forward pass included, while the groups of later
+        micro-steps are still being sampled."""
+        with temporarily(self.args, steps_per_generation=1):
             inputs = super()._prepare_inputs(rows)
-        finally:
-            self.args.steps_per_generation = steps
         if self._normalizer is None:
             return inputs
-        tokens = self._normalizer.guess(self._step % steps, inputs["num_items_in_batch"])
-        return {**inputs, "num_items_in_batch": tokens}
+        number = self._step % self.args.steps_per_generation
+        return {**inputs, "num_items_in_batch": self._normalizer.guess(number, inputs["num_items_in_batch"])}
 
-    def training_step(self, model, inputs, num_items_in_batch):
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
         number = self._step % self.args.steps_per_generation
         loss = super().training_step(model, inputs, num_items_in_batch)
         return loss if self._normalizer is None else self._normalizer.correct(number, loss, model.parameters())
 
     def _start_session(self) -> None:
-        policy = trained_policy(self)
+        policy = build_policy(self)
 
-        def start():
+        def start() -> None:
             self._session = Session(self, policy, self._resumed)
 
         self._running = True
         self._take_metrics = TakeMetrics(is_vllm=self.args.engine == "vllm")
         self._team.run_on_main(start)
 
-    def _takes_now(self) -> bool:
+    @property
+    def _main_session(self) -> Session:
+        """The session. Only in the main process, during training."""
+        assert self._session is not None, "no session is running in this process"
+        return self._session
+
+    def _take_is_due(self) -> bool:
         return self._step % self.args.micro_steps_per_take == 0 or self._buffered_inputs is None
 
     def _take(self) -> list[dict[str, Any]]:
-        """Publish, then take: this process's rows, one per rollout, stand in for the dataloader's."""
-        version = self.state.global_step
-        self._take_number = self._step // self.args.micro_steps_per_take % self.args.takes_per_generation
-        if self._take_number == 0:
+        """Publish, then take. Returns this process's rows, one per rollout, which replace those of the dataloader."""
+        version, batch = self.state.global_step, self._current_batch
+        batch.take_number = self._step // self.args.micro_steps_per_take % self.args.takes_per_generation
+        if batch.at_first_take:
             with self._timed("a3po/time/publish"):
-                self._team.run_on_main(lambda: self._session.publish_if_due(version))
+                self._team.run_on_main(lambda: self._main_session.publish_if_due(version))
         began = time.perf_counter()
-        groups = self._team.run_on_main(lambda: self._trainable(self._checked(self._session.take(version))))
+        groups = self._team.run_on_main(lambda: self._trainable(self._checked(self._main_session.take(version))))
         waited = time.perf_counter() - began
-        metrics, first = self._metrics["train"], self._take_number == 0
+        metrics, first = self._metrics["train"], batch.at_first_take
         add_seconds(metrics, "a3po/time/wait", waited, first=first)
         if self._team.is_main:
-            self._take_metrics.add(metrics, self._session, groups, waited, first=first)
+            self._take_metrics.add(metrics, self._main_session, groups, waited, first=first)
         if first:
-            self._row_weights.clear()
+            batch.row_weights.clear()
         rows = balanced_rows(groups, self._team.size, self.model.config.get_text_config().hidden_size)
-        self._taken = rank_share(rows, self._team.rank, self._team.size)
-        return [dict(group.prompt.example) for group, _ in self._taken]
+        batch.rows = rank_share(rows, self._team.rank, self._team.size)
+        return [dict(group.prompt.example) for group, _ in batch.rows]
 
     def _sample_evaluation(self, rows: list[dict[str, Any]]) -> None:
-        """Have this process's share of an evaluation batch sampled with the others'."""
+        """Have this process's share of an evaluation batch sampled together with the shares of the others."""
         gathered = self._team.gather(rows)
-        groups = self._team.run_on_main(
-            lambda: self._checked(self._session.evaluate(self, list(itertools.chain(*gathered))))
-        )
-        sampled = [(group, number) for group in groups for number in range(len(group.rollouts))]
-        self._taken = rank_share(sampled, self._team.rank, self._team.size)
-        self._show_row_weights()
-        self._row_weights.forget_places()
 
-    def evaluation_loop(self, *args, **kwargs):
+        def sample() -> list[Group]:
+            assert gathered is not None, "the main process receives the rows of all processes"
+            return self._checked(self._main_session.evaluate(self, list(itertools.chain(*gathered))))
+
+        groups = self._team.run_on_main(sample)
+        sampled = [(group, number) for group in groups for number in range(len(group.rollouts))]
+        self._current_batch.rows = rank_share(sampled, self._team.rank, self._team.size)
+        self._show_row_weights()
+        self._current_batch.row_weights.forget_places()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         output = super().evaluation_loop(*args, **kwargs)
         if self._running:
-            self._team.run_on_main(lambda: self._session.end_evaluation())
+            self._team.run_on_main(lambda: self._main_session.end_evaluation())
         return output
 
     def _checked(self, groups: list[Group]) -> list[Group]:
@@ -354,82 +309,81 @@ class A3POTrainer(GRPOTrainer):
         return groups
 
     def _trainable(self, groups: list[Group]) -> list[Group]:
-        self._scored = has_reward(groups) or (self._scored and self._take_number > 0)
-        last = self._take_number + 1 == self.args.takes_per_generation
+        batch = self._current_batch
+        batch.has_reward = has_reward(groups) or (batch.has_reward and not batch.at_first_take)
+        last = batch.take_number + 1 == self.args.takes_per_generation
         if last and all(reward_functions(self)):  # a reward model scores later
-            check_some_reward(self._scored, self.reward_func_names)
+            check_some_reward(batch.has_reward, self.reward_func_names)
         return groups
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if self._taken is None:
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        rows = self._current_batch.rows
+        if rows is None:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        if [list(ids) for ids in prompt_ids] != [group.prompt.token_ids for group, _ in self._taken]:
+        if [list(ids) for ids in prompt_ids] != [group.prompt.token_ids for group, _ in rows]:
             raise RuntimeError(
-                "The prompts of the batch tokenise differently now than when they were submitted to the engine: the "
-                "tokenizer or chat template must not change during training."
+                "The tokens of the batch's prompts are not those that were submitted to the engine: the tokenizer and "
+                "the chat template must not change during training."
             )
-        rollouts = rollouts_of(self._taken)
+        rollouts = rollouts_of(rows)
         return [list(rollout.token_ids) for rollout in rollouts], [list(rollout.logps) for rollout in rollouts]
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        if self._taken is None:
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> torch.Tensor:
+        rows = self._current_batch.rows
+        if rows is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        replay_logs(self._taken, self._log_completion_extra, self._log_metric)
+        replay_logs(rows, self._log_completion_extra, self._log_metric)
         if self.log_completions:
-            for column, values in completion_columns(self._taken, self.state.global_step).items():
+            for column, values in completion_columns(rows, self.state.global_step).items():
                 self._log_completion_extra(column, values)
-        reward_funcs = self.reward_funcs
-        self.reward_funcs = [
-            func if isinstance(func, nn.Module) else replayed_rewards(self._taken, column)
-            for column, func in enumerate(reward_funcs)
+        replayed = [
+            func if isinstance(func, nn.Module) else replayed_rewards(rows, column)
+            for column, func in enumerate(self.reward_funcs)
         ]
-        try:
+        with temporarily(self, reward_funcs=replayed):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        finally:
-            self.reward_funcs = reward_funcs
 
-    def _generate_and_score_completions(self, inputs):
-        if self._taken is None:
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._current_batch.rows is None:
             return super()._generate_and_score_completions(inputs)
         compares = self._starts_comparison()
         with self._old_logps_only_if(self.args.recomputes_proximal or compares):
             batch = super()._generate_and_score_completions(inputs)
         if compares:
             batch["compared_logps"] = batch.pop("old_per_token_logps")
-        taken, self._taken = self._taken, None
-        rows, length = batch["completion_ids"].shape
+        number_of_rows, length = batch["completion_ids"].shape
+        device = batch["completion_ids"].device
         if self.log_completions and self.model.training:
-            first = (self._take_number * self._team.size + self._team.rank) * rows
-            batch["log_row"] = torch.arange(first, first + rows, device=batch["completion_ids"].device)
-        batch["behavior_versions"] = behavior_versions(taken, length).to(batch["completion_ids"].device)
+            first = (self._current_batch.take_number * self._team.size + self._team.rank) * number_of_rows
+            batch["log_row"] = torch.arange(first, first + number_of_rows, device=device)
+        batch["behavior_versions"] = behavior_versions(self._current_batch.pop_rows(), length).to(device)
         batch["staleness"] = token_staleness(batch["behavior_versions"], self.state.global_step)
         return batch
 
     def _starts_comparison(self) -> bool:
-        """Whether this batch is one in which `compare_proximal_every` has the anchor compared."""
-        every, version = self.args.compare_proximal_every, self.state.global_step
+        """Whether `compare_proximal_every` has the anchors compared in this batch."""
+        every = self.args.compare_proximal_every
         if not every or not self.model.training:
             return False
-        due = self._compared_at is None or version // every > self._compared_at // every
-        if due:
-            self._compared_at = version
-        return due
+        return self._current_batch.starts_comparison(every, self.state.global_step)
 
     @contextmanager
     def _old_logps_only_if(self, wanted: bool) -> Iterator[None]:
-        """TRL runs a forward for the old log-probs when accumulation and generation are not aligned; inside
-        `_generate_and_score_completions` these two numbers decide nothing else."""
-        steps, iterations = self.args.steps_per_generation, self.num_iterations
+        """Inside, TRL computes the old log-probs if they are `wanted`, and only then.
+
+        TRL runs a forward pass for them if gradient accumulation and generation are not aligned. Inside
+        `_generate_and_score_completions`, these two numbers decide nothing else.
+        """
         misaligned = self.args.gradient_accumulation_steps + 1
-        self.args.steps_per_generation, self.num_iterations = (misaligned if wanted else 1), 1
-        try:
+        steps = misaligned if wanted else 1
+        with temporarily(self.args, steps_per_generation=steps), temporarily(self, num_iterations=1):
             yield
-        finally:
-            self.args.steps_per_generation, self.num_iterations = steps, iterations
 
     # --- the loss -----------------------------------------------------------------------------------------------
 
-    def _compute_loss(self, model, inputs):
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         if "behavior_versions" not in inputs:
             return super()._compute_loss(model, inputs)
         inputs = self._loss_inputs = dict(inputs)
@@ -443,17 +397,19 @@ class A3POTrainer(GRPOTrainer):
             self._loss_inputs = None
         return loss
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(
+        self, model: nn.Module, input_ids: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         padded = super()._get_per_token_logps_and_entropies
         outputs = self._training_forward(padded, model, input_ids, *args, **kwargs)
-        # Once per loss: TRL reads the anchor and the advantages after this call.
+        # Only once per loss: TRL reads the anchor and the advantages after this call.
         inputs, self._loss_inputs = self._loss_inputs, None
         if inputs is not None:
             self._apply_objective(outputs[0], inputs)
         return outputs
 
     def _apply_objective(self, policy_logps: torch.Tensor, inputs: dict[str, Any]) -> None:
-        """Give `inputs` the anchor and the weighted advantages that TRL's loss makes the objective's of."""
+        """Put the anchor and the weighted advantages into `inputs`, with which TRL's loss is the objective's."""
         advantages, version = inputs["advantages"], self.state.global_step
         epsilons = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
         anchor, weight, stats = chosen_anchor(
@@ -468,7 +424,7 @@ class A3POTrainer(GRPOTrainer):
         )
         inputs["old_per_token_logps"], inputs["advantages"] = anchor, advantages.unsqueeze(1) * weight
         if "log_row" in inputs:
-            self._row_weights.add(inputs["log_row"], weight, inputs["completion_mask"])
+            self._current_batch.row_weights.add(inputs["log_row"], weight, inputs["completion_mask"])
         if not self.model.training:
             return
         taken_at = int((inputs["behavior_versions"] + inputs["staleness"]).max())
@@ -497,5 +453,6 @@ class A3POTrainer(GRPOTrainer):
             self._session.timeline.log(self.state.log_history[-1])
 
     def _show_row_weights(self) -> None:
-        if self.log_completions and self._row_weights.places_known and self._logs["extra"]["w"]:
-            self._row_weights.show(self._team, self._logs["extra"]["w"])
+        weights = self._current_batch.row_weights
+        if self.log_completions and weights.places_known and self._logs["extra"]["w"]:
+            weights.show(self._team, self._logs["extra"]["w"])

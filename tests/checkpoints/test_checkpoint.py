@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.rollout.queue_fakes import FakeEngine, make_prompts, make_rollout, update, zero_score
 from trl_a3po.checkpoints import checkpoint
+from trl_a3po.checkpoints.choose_checkpoint import newest_valid
 from trl_a3po.checkpoints.queue_codec import decode_state, encode_state
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished
 from trl_a3po.protocol.records import Rejection, Rollout, Score
@@ -362,7 +363,7 @@ def test_a_folder_cut_short_while_its_marker_was_written_can_be_written_again(tm
 def test_the_newest_valid_one_is_the_one_written_last_and_higher_steps_are_named(tmp_path, caplog):
     for step, run in ((2, "old"), (4, "old"), (6, "new"), (2, "new"), (3, "new")):
         write_checkpoint(tmp_path / f"checkpoint-{step}", step, run)
-    assert checkpoint.newest_valid(tmp_path).name == "checkpoint-3"
+    assert newest_valid(tmp_path).name == "checkpoint-3"
     assert [record.getMessage().split(" by ")[1] for record in caplog.records] == [
         "this run before it went back: give its path to go on from it.",
         "another run: give its path to go on from it.",
@@ -373,7 +374,7 @@ def test_what_is_written_later_is_newer_also_when_the_clock_was_set_back(tmp_pat
     for step, clock in ((4, 2e9), (2, 1e9), (3, 1e9)):
         monkeypatch.setattr(checkpoint.time, "time", lambda clock=clock: clock)
         write_checkpoint(tmp_path / f"checkpoint-{step}", step)
-        assert checkpoint.newest_valid(tmp_path).name == f"checkpoint-{step}"
+        assert newest_valid(tmp_path).name == f"checkpoint-{step}"
 
 
 def test_the_files_times_decide_nothing(tmp_path):
@@ -381,7 +382,7 @@ def test_the_files_times_decide_nothing(tmp_path):
         write_checkpoint(tmp_path / f"checkpoint-{step}", step)
     for path in (tmp_path / "checkpoint-2").rglob("*"):
         os.utime(path, (3e9, 3e9))
-    assert checkpoint.newest_valid(tmp_path).name == "checkpoint-1"
+    assert newest_valid(tmp_path).name == "checkpoint-1"
 
 
 def test_markers_without_a_time_count_by_step_and_are_older(tmp_path):
@@ -391,10 +392,10 @@ def test_markers_without_a_time_count_by_step_and_are_older(tmp_path):
 
     for step in (10, 9):
         age(write_checkpoint(tmp_path / f"checkpoint-{step}", step))
-    assert checkpoint.newest_valid(tmp_path).name == "checkpoint-10"
+    assert newest_valid(tmp_path).name == "checkpoint-10"
     assert checkpoint.run_of(tmp_path / "checkpoint-10") is None
     write_checkpoint(tmp_path / "checkpoint-1")
-    assert checkpoint.newest_valid(tmp_path).name == "checkpoint-1"
+    assert newest_valid(tmp_path).name == "checkpoint-1"
 
 
 def test_the_newest_valid_one_is_not_one_without_a_marker(tmp_path):
@@ -402,7 +403,7 @@ def test_the_newest_valid_one_is_not_one_without_a_marker(tmp_path):
         write_checkpoint(tmp_path / f"checkpoint-{step}", step)
     (tmp_path / "checkpoint-11" / checkpoint.MARKER).unlink()
     (tmp_path / "checkpoint-best").mkdir()
-    assert checkpoint.newest_valid(tmp_path).name == "checkpoint-10"
+    assert newest_valid(tmp_path).name == "checkpoint-10"
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):

@@ -1,14 +1,15 @@
-"""Checkpoint folders: valid only when a marker, written last, says so (invariant 10).
+"""Checkpoint folders. A folder is a valid checkpoint only when its marker, which is written last, says so.
 
-Guarantees: every file written here appears whole under its name or not at all; the marker names every file of the
-folder with its size and is written after all of them are on the disk, so a folder that was cut short, or lost or
-shortened a file later, is never taken for valid; it also says whose run it is and when it was written: later, by its
-word, than all that was written into the `output_dir` before, whatever the clock says; JSON and safetensors are the
-only formats.
+Guarantees:
+- every file written here appears whole under its name, or not at all;
+- the marker lists every file of the folder with its size, and is written after all of them are on the disk. A folder
+  whose writing was cut short, or that has lost or shortened a file later, is never taken for valid;
+- the marker says which run wrote the folder, and when. The time in it is later than in every marker that was in the
+  `output_dir` before, whatever the clock says;
+- JSON and safetensors are the only formats.
 """
 
 import json
-import logging
 import os
 import re
 import time
@@ -19,17 +20,15 @@ import numpy as np
 import safetensors.torch
 import torch
 
-logger = logging.getLogger(__name__)
-
 STATE = "a3po_state.json"
 GROUPS = "a3po_groups.safetensors"
 MARKER = "a3po_complete.json"
 FORMAT = 2
-LEAST_LATER = 0.001  # seconds
+LEAST_LATER = 0.001  # seconds between the times of two markers
 
 
 def batch_file(rank: int) -> str:
-    """Name of the file with the slices of the batch that process `rank` is in the middle of."""
+    """Name of the file with the slices of the unfinished generation batch of process `rank`."""
     return f"a3po_batch_{rank}.safetensors"
 
 
@@ -37,7 +36,7 @@ def batch_file(rank: int) -> str:
 
 
 def begin(folder: Path) -> None:
-    """Open `folder` for a checkpoint: from now on it is not valid, whatever it was."""
+    """Begin to write a checkpoint into `folder`. The folder is not valid from now on, even if it was before."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).unlink(missing_ok=True)
     _sync(folder)
@@ -49,7 +48,7 @@ def write_json(path: Path, values: Any) -> None:
     """Write JSON; NaN is written as `NaN`.
 
     Raises:
-        TypeError: something in it is neither JSON nor a number of numpy or torch.
+        TypeError: a value is neither JSON nor a number of numpy or torch.
     """
     _write(path, json.dumps(values, default=_as_json).encode())
 
@@ -59,13 +58,12 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def complete(folder: Path, policy_version: int, run: str | None = None) -> None:
-    """Declare `folder` a valid checkpoint of `run`: all that is in it reaches the disk, then the marker is written."""
+    """Make `folder` a valid checkpoint of `run`: first every file reaches the disk, then the marker is written."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in [*files, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
         _sync(path)
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-    before = [_marker(path).get("written", 0.0) for path in checkpoints(folder.parent)]
-    written = max([time.time(), *(moment + LEAST_LATER for moment in before)])
+    written = max([time.time(), *(written_at(path) + LEAST_LATER for path in checkpoints(folder.parent))])
     marker = {"format": FORMAT, "policy_version": policy_version, "run": run, "written": written, "files": sizes}
     write_json(folder / MARKER, marker)
 
@@ -79,7 +77,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def why_invalid(folder: Path) -> str | None:
-    """Why `folder` is not a checkpoint to resume from, as the end of a sentence about it; `None` if it is one."""
+    """Why `folder` is not a valid checkpoint, as a predicate such as "does not exist"; `None` if it is valid."""
     try:
         marker = json.loads((folder / MARKER).read_text())
         found, files = marker["format"], marker["files"]
@@ -100,45 +98,25 @@ def why_invalid(folder: Path) -> str | None:
     return None
 
 
-def newest_valid(output_dir: Path) -> Path:
-    """The valid checkpoint in `output_dir` that was written last, by what the markers say. Warnings name those that
-    are not valid, and those of higher steps, of another run or of this one before it went back.
-
-    Raises:
-        ValueError: there is none; the message says what is wrong with each that is there.
-    """
-    found = {folder: why_invalid(folder) for folder in reversed(checkpoints(output_dir))}
-    problems = [f"{folder} {problem}" for folder, problem in found.items() if problem is not None]
-    valid = [folder for folder, problem in found.items() if problem is None]
-    if not valid:
-        raise ValueError(
-            f"resume_from_checkpoint=True finds no valid checkpoint in output_dir={str(output_dir)!r}: "
-            f"{'; '.join(problems) or 'there is none at all'}. Leave it out to start from the beginning, or give the "
-            "path of a checkpoint."
-        )
-    newest = max(valid, key=lambda folder: (_marker(folder).get("written", 0.0), _step(folder)))
-    for problem in problems:
-        logger.warning("Not resuming from a checkpoint that is not valid: %s.", problem)
-    for other in valid:
-        if _step(other) > _step(newest):
-            logger.warning(
-                "Not resuming from %s, which was written before %s, by %s: give its path to go on from it.",
-                other,
-                newest.name,
-                "another run" if run_of(other) != run_of(newest) else "this run before it went back",
-            )
-    return newest
-
-
 def run_of(folder: Path) -> str | None:
-    """The run that wrote the valid checkpoint `folder`; `None` of one from before runs had names."""
+    """The run that wrote the valid checkpoint `folder`; `None` if its marker names no run."""
     return _marker(folder).get("run")
 
 
+def written_at(folder: Path) -> float:
+    """When the valid checkpoint `folder` was written, by its marker; 0 if its marker does not say."""
+    return _marker(folder).get("written", 0.0)
+
+
 def checkpoints(output_dir: Path) -> list[Path]:
-    """The folders `checkpoint-<step>` in `output_dir`, by step."""
+    """The folders `checkpoint-<step>` in `output_dir`, ordered by step."""
     found = (path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
-    return sorted((path for path in found if path.is_dir()), key=_step)
+    return sorted((path for path in found if path.is_dir()), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The optimizer step in the name of a checkpoint folder."""
+    return int(folder.name.removeprefix("checkpoint-"))
 
 
 def read_json(path: Path) -> Any:
@@ -149,12 +127,8 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(path)
 
 
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("checkpoint-"))
-
-
 def _marker(folder: Path) -> dict[str, Any]:
-    """Nothing where it cannot be read: `why_invalid` says why."""
+    """The marker of `folder`, or `{}` if it cannot be read: `why_invalid` says why."""
     try:
         marker = json.loads((folder / MARKER).read_text())
     except (OSError, ValueError):
@@ -162,7 +136,7 @@ def _marker(folder: Path) -> dict[str, Any]:
     return marker if isinstance(marker, dict) else {}
 
 
-# --- the steps they are made of -----------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------------
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -186,4 +160,4 @@ def _sync(path: Path) -> None:
 def _as_json(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} ({repr(value)[:80]}) is neither a number, text, a list nor a dict")
+    raise TypeError(f"a {type(value).__name__} ({repr(value)[:80]}) is neither a number, a string, a list nor a dict")

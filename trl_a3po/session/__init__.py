@@ -1,7 +1,9 @@
-"""A run's beginning and end: from a trainer that is about to take its first batch to a queue that generates for it,
-and from a checkpoint back to where the run was.
+"""The session of a run: what `A3POTrainer` builds when training starts, and closes when it ends.
 
-The rooms around know settings, prompts, engines or rewards, and none of them a trainer; here they are put together.
+The other rooms each know settings, prompts, engines or rewards, but no trainer. Here they are put together: `build_*`
+make the engine, the policy, the queue and the reward functions of a trainer; `session` runs them; `saving` and
+`resuming` write a run into a checkpoint and read it back; `checkpoint_hooks` and `current_batch` are parts of the
+trainer.
 """
 
 from trl_a3po.session.session import Session

@@ -1,6 +1,6 @@
-"""The engine that a run's settings ask for: which one, how large, in which dtype, sampling what.
+"""The engine of a run, built from its settings: which engine, how large, in which dtype, with which sampling.
 
-Guarantees: the settings of `GRPOConfig` reach the engine with their meaning, or are refused.
+Guarantees: every setting of `GRPOConfig` keeps its meaning in the engine, or raises.
 """
 
 import importlib.util
@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.several import SeveralEngines
@@ -24,6 +23,7 @@ GENERATION_KWARGS = {"min_new_tokens", "suppress_tokens", "eos_token_id"}
 
 
 def build_engine(args: A3POConfig, device: torch.device) -> Engine:
+    """The engine that `args` ask for, not yet started; `device` is the trainer's."""
     if not isinstance(args.engine, str):
         return args.engine
     if args.engine == "vllm":
@@ -45,37 +45,40 @@ def build_engine(args: A3POConfig, device: torch.device) -> Engine:
 
 
 def engine_slots(args: A3POConfig) -> int:
-    """Completions decoded at a time, on all devices of the engine together."""
+    """How many completions are decoded at a time, on all devices of the engine together."""
     return args.engine_slots or min(args.generation_batch_size, MOST_SLOTS * max(1, len(args.engine_devices)))
 
 
 def groups_in_engine(args: A3POConfig) -> int | None:
-    """Groups handed to the engine at a time: what fills its slots and two more to refill them at once. The others are
-    submitted later, under newer weights, and leave a straggler room to be overtaken. All of them where there are no
-    newer weights to wait for."""
+    """How many groups are submitted to the engine at a time: as many as fill its slots, and two more to refill them at
+    once. The other groups are submitted later, under newer weights, which leaves room to overtake a slow group. `None`
+    submits all groups: either there are no newer weights to wait for, or the engine schedules its requests
+    itself."""
     if args.engine != "transformers" or args.lag is not None or args.schedule == "periodic":
         return None
     return -(-engine_slots(args) // args.num_generations) + 2
 
 
-def engine_dtype(args: A3POConfig, model: nn.Module, mixed_precision: str) -> torch.dtype:
-    """The engine's dtype: as set, or that of the trainer's forward."""
-    if args.engine_dtype is not None:
-        return getattr(torch, args.engine_dtype)
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision, model.dtype)
+def engine_dtype(args: A3POConfig, model: PreTrainedModel, mixed_precision: str) -> torch.dtype:
+    """The dtype of the engine: `engine_dtype`, or the dtype of the trainer's forward pass."""
+    name = args.engine_dtype or {"bf16": "bfloat16", "fp16": "float16"}.get(mixed_precision)
+    dtype: torch.dtype = model.dtype if name is None else getattr(torch, name)
+    return dtype
 
 
 def sampling_settings(args: A3POConfig, generation_config: GenerationConfig) -> SamplingSettings:
-    """What TRL would generate with, for an engine.
+    """The sampling settings with which TRL would generate.
 
     Raises:
-        ValueError: `generation_kwargs` holds something the engine does not do, or that has a field of its own.
+        ValueError: `generation_kwargs` holds a setting that the engine does not support, or that is a field of
+            `A3POConfig`.
     """
     unknown = sorted(set(args.generation_kwargs or {}) - GENERATION_KWARGS)
     if unknown:
         raise ValueError(
-            f"generation_kwargs holds {', '.join(unknown)}, which the engine does not take from there: set what is a "
-            f"field of A3POConfig there, and keep only {', '.join(sorted(GENERATION_KWARGS))} in generation_kwargs."
+            f"generation_kwargs holds {', '.join(unknown)}, which the engine does not read from generation_kwargs: "
+            "set fields of A3POConfig as such, and keep only "
+            f"{', '.join(sorted(GENERATION_KWARGS))} in generation_kwargs."
         )
     stop = generation_config.eos_token_id
     return SamplingSettings(
@@ -114,7 +117,7 @@ def _vllm_engine(args: A3POConfig, device: torch.device) -> VLLMEngine:
         slots=args.engine_slots,
         threads=args.engine_threads,
         max_restarts=args.engine_restarts,
-        # A server of its own has to load first.
+        # A server that the engine starts has to load the model first.
         start_timeout=args.vllm_server_timeout if args.vllm_server_urls else max(args.vllm_server_timeout, 600.0),
         request_timeout=args.stall_timeout,
         outage_timeout=args.vllm_outage_timeout,

@@ -1,6 +1,7 @@
-"""The queue of a run: the settings, the trainer's clock and its filter, as a `GenerationQueue` takes them."""
+"""The queue of a run, built from the trainer's settings, the times of its takes, and its filter of groups."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from datasets import IterableDataset
 
@@ -14,18 +15,21 @@ from trl_a3po.rollout.queue import GenerationQueue
 from trl_a3po.rollout.take_clock import TakeClock
 from trl_a3po.session.build_engine import groups_in_engine
 
+if TYPE_CHECKING:
+    from trl_a3po.trainer import A3POTrainer
+
 
 def build_queue(
-    trainer,
+    trainer: "A3POTrainer",
     engine: Engine,
     prompts: PromptStream,
     scorer: RewardScorer | RewardWorkers,
     timeline: Timeline,
     while_waiting: Callable[[], None],
 ) -> GenerationQueue:
-    """The queue between `engine` and the trainer's takes; the engine and the scorer may be started later."""
+    """The queue between `engine` and the trainer's takes. The engine and the scorer may be started later."""
     args, clock = trainer.args, take_clock(trainer)
-    in_processes = isinstance(scorer, RewardWorkers)  # which keep to reward_timeout by themselves
+    in_processes = isinstance(scorer, RewardWorkers)  # these apply reward_timeout themselves
     return GenerationQueue(
         engine=engine,
         prompts=prompts,
@@ -48,15 +52,15 @@ def build_queue(
         max_rejected_in_a_row=args.max_rejected_groups_in_a_row or 10 * args.groups_per_batch,
         score_threads=max(1, args.reward_workers),
         score_timeout=None if in_processes else args.reward_timeout,
-        interrupt_score=scorer.close if in_processes else scorer.interrupt,
+        interrupt_score=scorer.close if isinstance(scorer, RewardWorkers) else scorer.interrupt,
         attempt_ended=timeline.attempt,
         describe_score=scorer.describe,
         while_waiting=while_waiting,
     )
 
 
-def take_clock(trainer) -> TakeClock:
-    """When the run takes its batches, counted from its beginning, also when it goes on from a checkpoint."""
+def take_clock(trainer: "A3POTrainer") -> TakeClock:
+    """When the run takes its batches, counted from the beginning of the run, also if it was resumed."""
     args = trainer.args
     streams = isinstance(trainer.train_dataset, IterableDataset)
     return TakeClock(

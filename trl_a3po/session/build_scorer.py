@@ -1,15 +1,16 @@
-"""The reward functions of a run: where they run, and what they are given beside a group.
+"""The reward functions of a run: in which process they run, and which arguments they receive with a group.
 
-Guarantees: they get completions as GRPOTrainer decodes them, and a copy of the trainer's state, theirs to change.
+Guarantees: the functions receive completions as GRPOTrainer decodes them, and a copy of the trainer's state, which
+they may change.
 """
 
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerState
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
@@ -17,9 +18,12 @@ from trl_a3po.protocol.records import Group
 from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.rewards.worker_pool import RewardWorkers
 
+if TYPE_CHECKING:
+    from trl_a3po.trainer import A3POTrainer
 
-def build_scorer(trainer, state: Callable[[Group], TrainerState]) -> RewardScorer | RewardWorkers:
-    """What runs the trainer's reward functions: this process, or `reward_workers` others."""
+
+def build_scorer(trainer: "A3POTrainer", state: Callable[[Group], TrainerState]) -> RewardScorer | RewardWorkers:
+    """The scorer that runs the trainer's reward functions, in this process or in `reward_workers` other processes."""
     args, functions = trainer.args, reward_functions(trainer)
     decode = CompletionDecoder(trainer.processing_class)
     if not args.reward_workers or not any(functions):
@@ -35,7 +39,7 @@ def build_scorer(trainer, state: Callable[[Group], TrainerState]) -> RewardScore
         functions,
         trainer.reward_func_names,
         decode,
-        # As a plain object: for its class, each worker would import transformers and torch.
+        # As a plain object: to load a TrainerState, each worker would import transformers and torch.
         lambda group: SimpleNamespace(**vars(state(group))),
         workers=args.reward_workers,
         timeout=args.reward_timeout,
@@ -44,25 +48,28 @@ def build_scorer(trainer, state: Callable[[Group], TrainerState]) -> RewardScore
     )
 
 
-def reward_functions(trainer) -> list[Callable[..., Any] | None]:
+def reward_functions(trainer: "A3POTrainer") -> list[Callable[..., Any] | None]:
     """The trainer's reward functions, with `None` in place of a reward model, which TRL runs itself."""
     return [None if isinstance(func, nn.Module) else func for func in trainer.reward_funcs]
 
 
 class PublishedStates:
-    """group -> the trainer's state as its reward functions see it: the current one or, with a fixed lag, that at the
-    publish of the version the group was sampled from, which no timing changes."""
+    """group -> the trainer's state that its reward functions receive.
 
-    def __init__(self, trainer):
+    It is the current state. With `schedule="fixed_lag"`, it is the state at the publish of the version from which the
+    group was sampled, so that it does not depend on timing.
+    """
+
+    def __init__(self, trainer: "A3POTrainer"):
         self._trainer = trainer
         self._by_version: dict[int, TrainerState] = {}
 
     def __call__(self, group: Group) -> TrainerState:
-        # A group saved by a run without a fixed lag has none of its own.
+        # A group that was saved by a run without a fixed lag has no state of its own.
         return state_snapshot(self._by_version.get(group.submitted_version, self._trainer.state))
 
     def published(self, version: int) -> None:
-        """`version` is about to be published; main thread only."""
+        """Note that `version` is about to be published. Main thread only."""
         args = self._trainer.args
         if args.lag is not None:
             kept = {old: state for old, state in self._by_version.items() if version - old <= args.max_staleness}
@@ -70,12 +77,12 @@ class PublishedStates:
 
 
 class CompletionDecoder:
-    """Group -> completions as reward functions receive them: text, or one assistant message each.
+    """group -> completions as reward functions receive them: strings, or lists with one assistant message.
 
     It works on a copy of the tokenizer, because the reward thread and the training loop decode at the same time.
     """
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = copy.deepcopy(tokenizer)
         self._parses = any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
 
@@ -91,7 +98,8 @@ class CompletionDecoder:
 
 
 def state_snapshot(state: TrainerState) -> TrainerState:
-    """A copy that reward functions may change without effect (the entries of `log_history` are shared)."""
+    """A copy that reward functions may change without an effect on the trainer (the entries of `log_history` are
+    shared)."""
     snapshot = copy.copy(state)
     snapshot.log_history = list(state.log_history)
     snapshot.stateful_callbacks = dict(state.stateful_callbacks)

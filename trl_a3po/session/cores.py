@@ -1,7 +1,7 @@
-"""How the trainer and the embedded engine share the cores of a CPU.
+"""How the trainer and the transformers engine share the cores of a CPU.
 
-Guarantees: where neither is told how many threads to use, both together use as many as there are cores; the trainer's
-are again what they were when training has ended, and are never raised.
+Guarantees: if no setting gives a number of threads, both together use as many threads as there are cores; the
+trainer's number of threads is never raised, and is restored when training has ended.
 """
 
 import os
@@ -12,20 +12,22 @@ from trl_a3po.config import A3POConfig
 
 
 def cores() -> int:
-    """Those this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def engine_threads(args: A3POConfig) -> int:
-    """Threads of each worker of the embedded engine: as set, or half of the cores, divided among the workers."""
+    """Threads of each worker of the transformers engine: `engine_threads`, or half of the cores, divided among the
+    workers."""
     return args.engine_threads or max(1, cores() // 2 // max(1, len(args.engine_devices)))
 
 
 class SharedCores:
-    """Lowers the threads of this process to what the engine leaves, until `give_back`.
+    """Lowers this process's number of threads to what the engine leaves, until `restore`.
 
     Args:
-        device: the trainer's.
+        args: the trainer's settings.
+        device: the trainer's device.
     """
 
     def __init__(self, args: A3POConfig, device: torch.device):
@@ -36,5 +38,5 @@ class SharedCores:
             left = max(1, cores() - on_cpu * engine_threads(args))
             torch.set_num_threads(min(self._before, left))
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         torch.set_num_threads(self._before)

@@ -1,24 +1,28 @@
-"""An evaluation's groups: the rows of its batches, and the rewards that could not be had.
+"""The groups of an evaluation: the prompts of its batches, and the groups that got no reward.
 
-Guarantees: what the evaluation's mean leaves out is said, once a run; a mean over nothing raises.
+Guarantees: if the mean of an evaluation leaves groups out, a warning says so, once per run; if it leaves all of them
+out, an error is raised.
 """
 
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_a3po.errors import RewardError
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Score
 from trl_a3po.session.prompt_rows import tokenize_prompt
 
+if TYPE_CHECKING:
+    from trl_a3po.trainer import A3POTrainer
+
 logger = logging.getLogger(__name__)
 
-FIRST_NOISE_KEY = 1 << 40  # noise keys that no prompt of the training stream reaches
+FIRST_NOISE_KEY = 1 << 40  # no prompt of the training stream has a noise key as high
 
 
-def evaluation_prompts(trainer, rows: list[dict[str, Any]]) -> list[Prompt]:
-    """The prompts of an evaluation batch, in which each is repeated `num_generations_eval` times.
+def evaluation_prompts(trainer: "A3POTrainer", rows: list[dict[str, Any]]) -> list[Prompt]:
+    """The prompts of an evaluation batch, in which each row is repeated `num_generations_eval` times.
 
     Raises:
         ValueError: the batch does not hold whole groups.
@@ -34,35 +38,35 @@ def evaluation_prompts(trainer, rows: list[dict[str, Any]]) -> list[Prompt]:
 
 
 class EvaluationScores:
-    """The scores of one evaluation after the other."""
+    """Fills in the scores of one evaluation after the other, and counts the groups without a reward."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._groups = 0
-        self._lost: list[Rejection] = []
-        self._told = False
+        self._rejections: list[Rejection] = []
+        self._warned = False
 
     def fill_in(self, groups: Sequence[Group], scores: Sequence[Score | Rejection], columns: int) -> None:
-        """Give each group its score: `columns` NaN for each rollout of a group that was rejected."""
+        """Give each group its score. Each rollout of a rejected group gets `columns` rewards of NaN."""
         for group, score in zip(groups, scores, strict=True):
             unscored = [[math.nan] * columns] * len(group.rollouts)
             group.score = score if isinstance(score, Score) else Score(unscored)
         self._groups += len(groups)
-        self._lost += [score for score in scores if isinstance(score, Rejection)]
+        self._rejections += [score for score in scores if isinstance(score, Rejection)]
 
     def end(self) -> None:
-        """Say what the evaluation's mean leaves out, once a run.
+        """End an evaluation. Warn, once per run, if its mean leaves groups out.
 
         Raises:
-            RewardError: it has nothing left.
+            RewardError: no group has a reward.
         """
         groups, self._groups = self._groups, 0
-        lost, self._lost = self._lost, []
-        if not lost:
+        rejections, self._rejections = self._rejections, []
+        if not rejections:
             return
-        what = f"{len(lost)} of {groups} groups of the evaluation have no reward, the last one because: "
-        what += f"{lost[-1].reason}"
-        if len(lost) == groups:
-            raise RewardError(f"{what}. Nothing is left to take its mean over: {lost[-1].remedy}.")
-        if not self._told:
-            logger.warning("%s. The evaluation's rewards are those of the others: %s.", what, lost[-1].remedy)
-            self._told = True
+        last = rejections[-1]
+        counts = f"{len(rejections)} of {groups} groups of the evaluation have no reward, the last one because: "
+        if len(rejections) == groups:
+            raise RewardError(f"{counts}{last.reason}. No group is left for its mean reward: {last.remedy}.")
+        if not self._warned:
+            logger.warning("%s%s. The mean reward is that of the other groups: %s.", counts, last.reason, last.remedy)
+            self._warned = True

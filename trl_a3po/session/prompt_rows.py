@@ -1,22 +1,25 @@
-"""The prompts of a run: rows of the trainer's dataset, tokenised as TRL does.
+"""The prompts of a run: rows of the trainer's dataset, tokenised as TRL tokenises them.
 
-Guarantees: rows come in GRPOTrainer's order for the same seed, also to a run that goes on in the middle; none is read
-before it is asked for.
+Guarantees: with the same seed, rows come in the order of GRPOTrainer, also in a run that is resumed; no row is read
+before it is requested.
 """
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import IterableDataset
 from trl.trainer.utils import RepeatSampler
 
 from trl_a3po.checks.data import check_prompt, check_prompt_ids
 
+if TYPE_CHECKING:
+    from trl_a3po.trainer import A3POTrainer
 
-def prompt_rows(trainer, first_row: int = 0) -> Iterator[dict[str, Any]]:
-    """Dataset rows in GRPOTrainer's order, epoch after epoch, from number `first_row` on; an incomplete last batch of
-    an epoch is left out."""
+
+def prompt_rows(trainer: "A3POTrainer", first_row: int = 0) -> Iterator[dict[str, Any]]:
+    """Dataset rows in the order of GRPOTrainer, epoch after epoch, beginning with row number `first_row`. The last
+    batch of an epoch is left out if it is incomplete."""
     args, dataset = trainer.args, trainer.train_dataset
     groups = args.groups_per_batch
     if isinstance(dataset, IterableDataset):
@@ -36,11 +39,11 @@ def prompt_rows(trainer, first_row: int = 0) -> Iterator[dict[str, Any]]:
         yield _used_columns(trainer, row)
 
 
-def tokenize_prompt(trainer, row: dict[str, Any]) -> list[int]:
-    """The prompt's tokens as TRL makes them.
+def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> list[int]:
+    """The tokens of a row's prompt, as TRL makes them.
 
     Raises:
-        ValueError: the row's prompt is not one, or does not fit the model.
+        ValueError: the row's prompt is not a valid prompt, or does not fit the model.
     """
     check_prompt(row, trainer.processing_class)
     prompt_ids, _, _ = trainer._tokenize_prompts([row["prompt"]])
@@ -51,7 +54,7 @@ def tokenize_prompt(trainer, row: dict[str, Any]) -> list[int]:
 
 def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, Any]]:
     for epoch in itertools.count():
-        dataset.set_epoch(epoch)  # as the Trainer does: each epoch is shuffled anew
+        dataset.set_epoch(epoch)  # as the Trainer does: every epoch is shuffled differently
         whole_batches, batch = 0, []
         for row in dataset:
             batch.append(row)
@@ -62,7 +65,7 @@ def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, 
             return
 
 
-def _used_columns(trainer, row: dict[str, Any]) -> dict[str, Any]:
+def _used_columns(trainer: "A3POTrainer", row: dict[str, Any]) -> dict[str, Any]:
     if not trainer.args.remove_unused_columns:
         return row
     trainer._set_signature_columns_if_needed()

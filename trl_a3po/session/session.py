@@ -1,10 +1,10 @@
-"""`Session`: what runs beside one `train()` call, from its start to its close.
+"""`Session`: the engine, the queue and the reward functions of one `train()` call, from their start to their close.
 
-Guarantees: whatever was started is closed again when a later part fails; what the engine samples from is published
-here and nowhere else, and checked when due.
+Guarantees: if a part fails to start, the parts started before it are closed; weights are published to the engine here
+and nowhere else, and their delivery is checked when due.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_a3po.config import A3POConfig
 from trl_a3po.protocol.records import Group
@@ -22,24 +22,27 @@ from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evalu
 from trl_a3po.session.prompt_rows import prompt_rows, tokenize_prompt
 from trl_a3po.session.resuming import RunState, new_run
 
+if TYPE_CHECKING:
+    from trl_a3po.trainer import A3POTrainer
+
 
 class Session:
-    """The engine, the queue and the reward functions' loop of one `train()` call.
+    """The engine, the queue and the reward functions of one `train()` call.
 
-    Starts with the trainer's current weights; `close` stops all of it.
+    Generation starts with the trainer's current weights. `close` stops it.
 
     Args:
-        trainer: about to train its next micro-step.
-        policy: its policy (`trained_policy`).
-        resumed: the state to go on from.
+        trainer: a trainer that is about to train its next micro-step.
+        policy: its policy, as `build_policy` makes it.
+        resumed: the run to continue, `None` for a new one.
     """
 
-    def __init__(self, trainer, policy: TrainedPolicy, resumed: RunState | None = None):
+    def __init__(self, trainer: "A3POTrainer", policy: TrainedPolicy, resumed: RunState | None = None):
         args, version = trainer.args, trainer.state.global_step
         self._policy = policy
         self._states = PublishedStates(trainer)
         self._scorer = build_scorer(trainer, self._states)
-        # With a fixed lag every batch has a publish of its own.
+        # With a fixed lag, every batch has its own publish.
         self._weight_sync_steps = args.weight_sync_steps if args.lag is None else 1
         self._evaluation = EvaluationScores()
         self.evaluation_noise = FIRST_NOISE_KEY
@@ -72,22 +75,23 @@ class Session:
             raise
 
     def publish_if_due(self, version: int) -> None:
-        """Have the engine sample from the policy as `version`, unless the last publish that was due is less than
-        `weight_sync_steps` older. An evaluation's is not counted: it puts off none."""
+        """Publish the policy as `version`, unless fewer than `weight_sync_steps` have passed since the last publish
+        that was due. The publish of an evaluation does not count, so it delays no other publish."""
         if version - self.publishes_counted_from >= self._weight_sync_steps:
             self._publish(version)
             self.publishes_counted_from = version
 
     def take(self, version: int) -> list[Group]:
-        """The next groups, to be trained at policy version `version`. Raises as the queue's `take`."""
+        """The next groups, to be trained at policy version `version`. It raises what the queue's `take` raises."""
         with self.timeline.span("take", version=version):
             return self.queue.take(version)
 
-    def evaluate(self, trainer, rows: list[dict[str, Any]]) -> list[Group]:
-        """Sample and score an evaluation batch from the current policy, while training rollouts go on.
+    def evaluate(self, trainer: "A3POTrainer", rows: list[dict[str, Any]]) -> list[Group]:
+        """Sample and score an evaluation batch from the current policy, while the rollouts of training continue.
 
         Args:
-            rows: the batch, each prompt repeated `num_generations_eval` times.
+            trainer: the trainer.
+            rows: the rows of the batch, each repeated `num_generations_eval` times.
 
         Raises:
             ValueError: the batch does not hold whole groups.
@@ -104,21 +108,22 @@ class Session:
         return groups
 
     def end_evaluation(self) -> None:
-        """Say what the evaluation's mean leaves out, once a run.
+        """End an evaluation. Warn, once per run, if its mean leaves groups out.
 
         Raises:
-            RewardError: it has nothing left.
+            RewardError: no group has a reward.
         """
         self._evaluation.end()
 
     @property
-    def rewards_lost(self) -> dict[str, int]:
-        """Groups so far whose reward worker was killed at `reward_timeout`, and whose worker died."""
+    def reward_worker_failures(self) -> dict[str, int]:
+        """How many groups so far had their reward worker killed at `reward_timeout` ("timeouts"), and how many had
+        their worker die ("crashes")."""
         workers = self._scorer if isinstance(self._scorer, RewardWorkers) else None
         return {"timeouts": workers.timeouts if workers else 0, "crashes": workers.crashes if workers else 0}
 
     def measured_gaps(self) -> list[float]:
-        """What the delivery checks since the last call found between engine and trainer: mean |Δ log-prob|."""
+        """The mean |Δ log-prob| between engine and trainer that each delivery check since the last call has found."""
         return [] if self._delivery is None else self._delivery.new_gaps()
 
     def close(self) -> None:
@@ -129,11 +134,11 @@ class Session:
             try:
                 self.engine.close()
             finally:
-                self._cores.give_back()
+                self._cores.restore()
                 self._scorer.close()
                 self.timeline.close()
 
-    def _start_engine(self, trainer, version: int) -> None:
+    def _start_engine(self, trainer: "A3POTrainer", version: int) -> None:
         args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
         spec = published_spec(args, model, engine_dtype(args, model, trainer.accelerator.mixed_precision))
         sampling = sampling_settings(args, trainer.generation_config)
@@ -144,8 +149,8 @@ class Session:
             self.engine.start(spec, sampling, self._policy.update(version, complete=True))
 
     def _check_delivery(self, args: A3POConfig, prompts: PromptStream, version: int) -> DeliveryCheck | None:
-        """The check, made once; `None` where there is no prompt to make it with, and so nothing to sample."""
-        probes = max(NUM_PROBES, len(args.engine_devices), len(args.vllm_server_urls or ()))  # one for each
+        """The delivery check, after its first run; `None` if there is no prompt, and so nothing to sample."""
+        probes = max(NUM_PROBES, len(args.engine_devices), len(args.vllm_server_urls or ()))  # one for each engine
         prompt_ids = [prompt.token_ids for prompt in prompts.peek(probes)]
         if not prompt_ids:
             return None
@@ -160,15 +165,15 @@ class Session:
         check.at_start(version)
         return check
 
-    def _while_waiting(self, trainer) -> None:
-        """What the main thread does every now and then while it waits for rollouts."""
+    def _while_waiting(self, trainer: "A3POTrainer") -> None:
+        """Called repeatedly on the main thread while it waits for rollouts."""
         trainer._team.send_heartbeat()
-        # With the weights of another version there would be none to give.
+        # The engine needs the weights of the published version, which the trainer has only until its next step.
         if self.published_version == trainer.state.global_step and self.engine.stats().awaits_publish:
             self.engine.publish(self._policy.update(self.published_version))
 
     def _publish(self, version: int) -> None:
-        """Have the engine sample from the policy as `version`, if it does not yet, and check that it does when due."""
+        """Publish the policy as `version`, unless it is published already, and check its delivery if that is due."""
         if version == self.published_version:
             return
         self._states.published(version)

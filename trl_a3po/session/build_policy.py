@@ -1,14 +1,19 @@
 """The trainer's policy as its session publishes and checks it, in this process or spread over several."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from trl_a3po.publish.adapter_or_merged import published_sources
 from trl_a3po.publish.local_policy import LocalPolicy
 from trl_a3po.publish.partitioned import PartitionedPolicy
 
+if TYPE_CHECKING:
+    from trl_a3po.trainer import A3POTrainer
 
-def trained_policy(trainer) -> LocalPolicy | PartitionedPolicy:
-    """Made by every process, at the same place."""
+
+def build_policy(trainer: "A3POTrainer") -> LocalPolicy | PartitionedPolicy:
+    """The trainer's policy. Every process calls this at the same place."""
     model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
     sources = published_sources(trainer.args, model)
     if zero_stage(trainer) == 3:
@@ -21,6 +26,6 @@ def trained_policy(trainer) -> LocalPolicy | PartitionedPolicy:
     return LocalPolicy(model, sources)
 
 
-def zero_stage(trainer) -> int:
-    """DeepSpeed's ZeRO stage, 0 without DeepSpeed."""
+def zero_stage(trainer: "A3POTrainer") -> int:
+    """The ZeRO stage of DeepSpeed, 0 without DeepSpeed."""
     return trainer.accelerator.state.deepspeed_plugin.zero_stage if trainer.is_deepspeed_enabled else 0

@@ -1,0 +1,108 @@
+"""`CheckpointHooks`: the hooks of `A3POTrainer` that write and read checkpoints and models.
+
+Guarantees: a checkpoint that is written during training also holds the run (see `saving`); it is valid, deleted and
+pushed only as a whole; whatever cannot be written raises `CheckpointError`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from trl import GRPOTrainer
+
+from trl_a3po.checkpoints import checkpoint
+from trl_a3po.checkpoints.write_errors import as_checkpoint_error
+from trl_a3po.config import A3POConfig
+from trl_a3po.distributed.team import Team
+from trl_a3po.models.unwrap import base_model
+from trl_a3po.publish.quantised import keep_trained_dtypes
+from trl_a3po.report.model_card import complete_model_card
+from trl_a3po.session.saving import save_run
+from trl_a3po.session.session import Session
+from trl_a3po.session.temporarily import temporarily
+
+
+class CheckpointHooks(GRPOTrainer):
+    """A part of `A3POTrainer`, which sets the attributes that are declared here."""
+
+    args: A3POConfig
+    _team: Team
+    _session: Session | None
+    _running: bool
+    _holds_push: bool = False
+
+    def _show_row_weights(self) -> None:
+        raise NotImplementedError
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run_dir = self._get_output_dir(trial=trial)
+        if not self._running:  # outside of training there is no queue to save
+            with as_checkpoint_error(f"Saving a checkpoint failed in {run_dir}"):
+                super()._save_checkpoint(model, trial)
+            return
+        folder = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self._show_row_weights()
+        with _written_whole(self, folder):
+            save_run(self, folder)
+            # The new checkpoint is not valid yet: older ones are deleted, and the new one is pushed, after this block.
+            with temporarily(self.args, save_total_limit=None), temporarily(self, _holds_push=True):
+                super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                torch.save(self.args, folder / TRAINING_ARGS_NAME)  # again, with its save_total_limit
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            with as_checkpoint_error(f"Deleting older checkpoints failed in {run_dir}"):
+                rotate_checkpoints(run_dir, self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with keep_trained_dtypes(self.model):
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        with keep_trained_dtypes(self.model):
+            super()._load_best_model()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if _internal_call:  # part of a checkpoint, whose own error names the folder
+            super().save_model(output_dir, _internal_call)
+            return
+        with as_checkpoint_error(f"Saving the model failed in {output_dir or self.args.output_dir}"):
+            super().save_model(output_dir, _internal_call)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._holds_push:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            model = base_model(self.accelerator.unwrap_model(self.model))
+            folder = self.args.output_dir
+            complete_model_card(Path(folder) / "README.md", type(model).__name__, self.hub_model_id or folder)
+
+
+@contextmanager
+def _written_whole(trainer: "CheckpointHooks", folder: Path) -> Iterator[None]:
+    """Around the writing of `folder` by every process of the run. The folder is not a valid checkpoint inside the
+    block, and is one after it.
+
+    Raises:
+        CheckpointError: something could not be written.
+    """
+    team, version, session = trainer._team, trainer.state.global_step, trainer._session
+    advice = (
+        "it cannot be resumed from, but the checkpoints saved before it can. Free space, or make output_dir writable, "
+        "and resume."
+    )
+    with as_checkpoint_error(f"The checkpoint {folder} could not be written", advice):
+        team.run_on_main(lambda: checkpoint.begin(folder))
+        yield
+        team.barrier()
+        team.run_on_main(lambda: checkpoint.complete(folder, version, session.run if session else None))
