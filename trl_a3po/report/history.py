@@ -22,8 +22,7 @@ def read_history(run: str | Path) -> list[dict[str, Any]]:
 
     Args:
         run: the run's `output_dir`, one of its checkpoints, a `trainer_state.json` or a `timeline.jsonl`. In a folder,
-        the
-            file that was written last is read; in a folder without either, that of its newest checkpoint.
+            the file that was written last is read; in a folder without either, that of its newest checkpoint.
 
     Raises:
         FileNotFoundError: there is no log.
