@@ -9,7 +9,7 @@ from tests.tiny import save_tiny_model
 
 RUNS = "tests.distributed.runs"
 FAILING = "tests.distributed.failing"
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,9 @@ def assert_same_weights(folder, mode, name):
         torch.testing.assert_close(trained[key].float(), weight.float(), rtol=1e-5, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "processes", [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_they_train_what_one_process_trains(folder, processes):
     for machine in launch_machines(RUNS, folder, "ddp", "full", "lora", processes=processes):
         assert machine.returncode == 0, machine.stdout[-6000:]
@@ -44,6 +46,7 @@ def test_they_train_under_zero3_too(folder):
     assert_same_weights(folder, "launched", "full")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "causes"),
     [
@@ -59,6 +62,7 @@ def test_both_end_with_the_cause_when_a_process_of_one_fails(tmp_path, fault, ca
         assert any(words in machine.stdout for words in cause.split("|")), machine.stdout[-4000:]
 
 
+@pytest.mark.long
 def test_an_output_dir_that_they_do_not_share_is_refused_on_both(tmp_path):
     for machine in range(2):
         save_tiny_model(tmp_path / str(machine) / "model")

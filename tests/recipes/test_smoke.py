@@ -14,6 +14,7 @@ from trl_a3po.cli.train import run
 
 pytest.importorskip("math_verify", reason="the recipes' reward is math-verify's")
 NEEDS_A_SERVER = {"vllm_same_machine", "vllm_elsewhere"}
+BY_DEFAULT = {"asympo", "lora_24gb", *NEEDS_A_SERVER}
 
 
 def weights(folder):
@@ -28,7 +29,10 @@ def test_the_tiny_model_reads_and_writes_whole_words(tmp_path):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem not in BY_DEFAULT)) for path in RECIPES],
+)
 def test_a_recipe_trains(path, tmp_path):
     if path.stem in NEEDS_A_SERVER:
         pytest.skip("needs a vLLM: test_smoke_vllm.py, with -m vllm")

@@ -4,6 +4,7 @@ import pytest
 
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until, update
+from trl_a3po.engines.vllm import rollout_jobs
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import GroupFailed
 
@@ -58,7 +59,8 @@ def test_what_a_broken_stream_brought_is_kept(tmp_path, fault):
         engine.close()
 
 
-def test_a_request_that_keeps_failing_fails_with_the_servers_words(tmp_path):
+def test_a_request_that_keeps_failing_fails_with_the_servers_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_jobs, "MOST_BACKOFF", 0.1)
     (server,) = servers = [StubServer(lora=True)]
     engine = started(servers, tmp_path)
     try:

@@ -8,6 +8,7 @@ import pytest
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until
 from tests.tiny import tiny_config
+from trl_a3po.engines.vllm import rollout_jobs
 from trl_a3po.engines.vllm.http import server_url
 from trl_a3po.engines.vllm.startup import served_config
 from trl_a3po.errors import EngineError
@@ -63,7 +64,8 @@ def test_what_is_no_vllm_server_is_told_in_a_sentence_without_its_page(tmp_path,
         server.close()
 
 
-def test_a_page_in_place_of_a_completion_is_not_shown(tmp_path):
+def test_a_page_in_place_of_a_completion_is_not_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_jobs, "MOST_BACKOFF", 0.1)
     (server,) = servers = [StubServer(lora=True)]
     engine = started(servers, tmp_path)
     try:
