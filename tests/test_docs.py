@@ -10,6 +10,7 @@ from trl import GRPOConfig
 
 import trl_a3po.errors
 import trl_a3po.objectives
+from tests.house.test_rooms import imports_by_room
 from tests.runs import build
 from trl_a3po import A3POConfig
 from trl_a3po.config.a3po_config import CHOICES
@@ -156,6 +157,18 @@ def test_every_error_is_explained():
     explained = {name.strip("`") for name, *_ in rows(ROOT / "docs" / "errors.md", "error")}
     errors = {name for name, value in vars(trl_a3po.errors).items() if isinstance(value, type)}
     assert errors - explained == {"A3POError"}  # their base class
+
+
+def test_the_table_of_rooms_has_every_room_and_what_it_imports():
+    def rooms(cell: str) -> set[str]:
+        return set(re.findall(r"`(\w+)(?:/|\.py)`", cell))
+
+    table = {name: rooms(cell) for room, _, cell in rows(ROOT / "CONTRIBUTING.md", "room") for name in rooms(room)}
+    imported = {room: set(names) for room, names in imports_by_room().items()}
+    for room in ("__init__", "__main__"):
+        imported.pop(room)
+    assert table.keys() == imported.keys()
+    assert {room: names - table[room] for room, names in imported.items() if names - table[room]} == {}
 
 
 @pytest.fixture(scope="module")
