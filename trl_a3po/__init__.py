@@ -5,27 +5,32 @@ without it; `A3POConfig` and `A3POTrainer` are loaded on first use.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from trl_a3po._compat import check_trl_version
+
+if TYPE_CHECKING:
+    from trl_a3po.config import A3POConfig
+    from trl_a3po.protocol.records import Group, Rejection
+    from trl_a3po.trainer import A3POTrainer
 
 __version__ = "0.1.0.dev0"
 __all__ = ["A3POConfig", "A3POTrainer", "Group", "Rejection"]
 
-_MODULES = {
-    "A3POConfig": "trl_a3po.config",
-    "A3POTrainer": "trl_a3po.trainer",
-    "Group": "trl_a3po.protocol.records",
-    "Rejection": "trl_a3po.protocol.records",
-}
-
 check_trl_version()
 
+if not TYPE_CHECKING:  # a type checker would take any name for one of this package
+    _MODULES = {
+        "A3POConfig": "trl_a3po.config",
+        "A3POTrainer": "trl_a3po.trainer",
+        "Group": "trl_a3po.protocol.records",
+        "Rejection": "trl_a3po.protocol.records",
+    }
 
-def __getattr__(name):
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
-    raise AttributeError(f"module 'trl_a3po' has no attribute {name!r}")
+    def __getattr__(name):
+        if name in _MODULES:
+            return getattr(import_module(_MODULES[name]), name)
+        raise AttributeError(f"module 'trl_a3po' has no attribute {name!r}")
 
-
-def __dir__():
-    return sorted([*globals(), *__all__])
+    def __dir__():
+        return sorted([*globals(), *__all__])
