@@ -60,7 +60,7 @@ def packed_attention(
                 f"{type(module).__name__} received no packed row, because its model does not pass keyword arguments "
                 "on to attention: set packed_forward='off'."
             )
-        return ALL_ATTENTION_FUNCTIONS[PLAIN](
+        output, _ = ALL_ATTENTION_FUNCTIONS[PLAIN](
             module,
             query,
             key,
@@ -71,6 +71,7 @@ def packed_attention(
             sliding_window=sliding_window,
             **kwargs,
         )
+        return output, None
     query, key, value = in_autocast_dtype(query, key, value)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     refusal = varlen_refusal(query, packed_row, sliding_window)

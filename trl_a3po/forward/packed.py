@@ -45,7 +45,8 @@ def packed_logps(
             packed_row=packed.row,
         )
     shape = (len(input_ids), completion_width)
-    return _scattered(outputs.log_probs, places, shape), _scattered(outputs.entropy, places, shape)
+    entropy = None if outputs.entropy is None else _scattered(outputs.entropy, places, shape)
+    return _scattered(outputs.log_probs, places, shape), entropy
 
 
 @contextmanager
@@ -63,7 +64,6 @@ def _only_hidden_states(base: PreTrainedModel, scoring: torch.Tensor) -> Iterato
         hook.remove()
 
 
-def _scattered(values: torch.Tensor | None, places: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
-    if values is None:
-        return None
+def _scattered(values: torch.Tensor, places: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """`values` `(1, M)` at the flat `places` of a tensor of this shape, which is 0 elsewhere."""
     return values.new_zeros(shape[0] * shape[1]).index_copy(0, places.to(values.device), values[0]).view(shape)

@@ -7,14 +7,14 @@ their differences are not those of two kernels; every reason to run padded is lo
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
-from trl import GRPOConfig
 
+from trl_a3po.config import A3POConfig
 from trl_a3po.forward import cost
 from trl_a3po.forward.attention import install_packed_attention
 from trl_a3po.forward.layout import PackedBatch, lengths, pack, rows_by_prompt
@@ -44,7 +44,7 @@ class TrainingForward:
         ValueError: `packed_forward="on"` or `shared_prompt="on"` for a model that can only be run padded.
     """
 
-    def __init__(self, args: GRPOConfig, accelerator: Accelerator, models: list[torch.nn.Module]):
+    def __init__(self, args: A3POConfig, accelerator: Accelerator, models: list[torch.nn.Module]):
         self._args = args
         self._accelerator = accelerator
         self._traces = ZeroTraces(accelerator)
@@ -130,9 +130,21 @@ class TrainingForward:
             for rows in (slice(start, start + step) for start in range(0, len(input_ids), step))
         ]
         logps = torch.cat([logps for logps, _ in parts])
-        return logps, torch.cat([entropy for _, entropy in parts]) if compute_entropy else None, None
+        return (
+            logps,
+            torch.cat([entropy for _, entropy in parts if entropy is not None]) if compute_entropy else None,
+            None,
+        )
 
-    def _forward(self, padded, model, input_ids, attention_mask, width: int, compute_entropy: bool):
+    def _forward(
+        self,
+        padded: Callable[..., Outputs],
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        width: int,
+        compute_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         packed = self._layout(base_model(self._accelerator.unwrap_model(model)), input_ids, attention_mask, width)
         if packed is None:  # nothing to score, but the other ranks run a forward
             self._tokens_run += input_ids.numel()
@@ -148,7 +160,9 @@ class TrainingForward:
             )
         return outputs
 
-    def _run(self, model, input_ids: torch.Tensor, packed: PackedBatch, width: int):
+    def _run(
+        self, model: torch.nn.Module, input_ids: torch.Tensor, packed: PackedBatch, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         base = base_model(self._accelerator.unwrap_model(model))
         with self._accelerator.autocast(), self._traces.of(model):
             return packed_logps(model, base, input_ids, packed, width)
@@ -173,7 +187,14 @@ class TrainingForward:
 
     # --- the first batch ----------------------------------------------------------------------------------------
 
-    def _check(self, padded, model, input_ids, attention_mask, width: int) -> None:
+    def _check(
+        self,
+        padded: Callable[..., Outputs],
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        width: int,
+    ) -> None:
         """Run padded from now on unless both layouts give the padded log-probs of `model`, on every rank."""
         inner = self._accelerator.unwrap_model(model)
         if id(inner) in self._checked:
@@ -190,8 +211,8 @@ class TrainingForward:
             inner,
             lambda ids, mask: padded(model, ids, mask, width)[0],
             {
-                "packed": lambda ids, mask: self._run(model, ids, pack(mask.cpu(), width), width)[0],
-                "shared prompt": lambda ids, mask: self._run(model, ids, pack(mask.cpu(), width, groups), width)[0],
+                "packed": lambda ids, mask: self._packed_logps(model, ids, mask, width, ()),
+                "shared prompt": lambda ids, mask: self._packed_logps(model, ids, mask, width, groups),
             },
             ids,
             mask,
@@ -202,6 +223,19 @@ class TrainingForward:
         if self._accelerator.reduce(failed, "sum").item():
             self.refusal = "the self-check failed; " + "; ".join(map(str, verdicts))
             self._run_padded(self.refusal, RuntimeError)
+
+    def _packed_logps(
+        self,
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        width: int,
+        groups: Sequence[Sequence[int]],
+    ) -> torch.Tensor:
+        packed = pack(attention_mask.cpu(), width, groups)
+        if packed is None:
+            raise ValueError("The rows of the self-check have no completion token.")
+        return self._run(model, input_ids, packed, width)[0]
 
     # --- micro-batches ------------------------------------------------------------------------------------------
 

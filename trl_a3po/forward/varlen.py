@@ -12,7 +12,7 @@ softmax, `exp(q·k - lse)`; so the two calls' gradients simply add up.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -131,7 +131,16 @@ class MergedAttention(torch.autograd.Function):
     """Attention over the spans of a `VarlenPlan`: `(N, H, D)` queries, `(N, H_kv, D)` keys, values -> `(N, H, D)`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, plan: VarlenPlan, scaling: float, window: int | None, kernels: Kernels):
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: VarlenPlan,
+        scaling: float,
+        window: int | None,
+        kernels: Kernels,
+    ) -> torch.Tensor:
         o, lse = kernels.forward(q, k, v, plan.own, plan.own, True, scaling, window)
         if plan.prompts is not None:
             prompt, tail = plan.prompt_tokens, plan.continuing_tokens
@@ -148,7 +157,7 @@ class MergedAttention(torch.autograd.Function):
         return o
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         plan, scaling, backward = ctx.plan, ctx.scaling, ctx.kernels.backward
         grad = grad.contiguous()
@@ -174,7 +183,16 @@ class MergedAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None
 
 
-def _flash_forward(q, k, v, queries: Spans, keys: Spans, causal: bool, scaling: float, window: int | None):
+def _flash_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: Spans,
+    keys: Spans,
+    causal: bool,
+    scaling: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -193,8 +211,20 @@ def _flash_forward(q, k, v, queries: Spans, keys: Spans, causal: bool, scaling: 
     return o, lse
 
 
-def _flash_backward(grad, q, k, v, o, lse, queries: Spans, keys: Spans, causal: bool, scaling: float, window):
-    return torch.ops.aten._flash_attention_backward(
+def _flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    queries: Spans,
+    keys: Spans,
+    causal: bool,
+    scaling: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
         grad,
         q,
         k,
@@ -213,6 +243,7 @@ def _flash_backward(grad, q, k, v, o, lse, queries: Spans, keys: Spans, causal: 
         window_size_left=-1 if window is None else window - 1,
         window_size_right=0 if causal else -1,
     )
+    return dq, dk, dv
 
 
 FLASH = Kernels(_flash_forward, _flash_backward)

@@ -68,7 +68,8 @@ def _adapters(model: torch.nn.Module) -> tuple[Hashable, ...]:
 def _num_external_uses(model: torch.nn.Module) -> int:
     """How many weights DeepSpeed has seen used outside of their own modules. It fetches a weight for those modules as
     well, so a trace from before it saw one of these uses is wrong."""
-    return sum(len(module._external_params) for module in model.modules())
+    modules: Iterator[Any] = model.modules()
+    return sum(len(module._external_params) for module in modules)
 
 
 def _copy_without_trace(coordinator: Any) -> Any:

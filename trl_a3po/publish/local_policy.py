@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from peft import PeftModel
 from torch import nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ from trl_a3po.publish.perturbation import perturbed_weights
 from trl_a3po.publish.weight_sources import WeightSource, local_update
 
 Result = TypeVar("Result")
-Model = PreTrainedModel | nn.Module
+Model = PreTrainedModel | PeftModel
 
 
 class LocalPolicy:
@@ -68,7 +69,7 @@ def call_with_weights(model: Model, weights: dict[str, torch.Tensor], function: 
     """`function(model)` while `model` has `weights` in place of its own parameters of these names."""
     if not weights:
         return function(model)
-    given = {f"model.{name}": nn.Parameter(weight) for name, weight in weights.items()}
+    given: dict[str, torch.Tensor] = {f"model.{name}": nn.Parameter(weight) for name, weight in weights.items()}
     result: Result = functional_call(_Applied(model, function), given, tie_weights=True)
     return result
 
@@ -104,7 +105,7 @@ def probe_logps(
         # Not `model(...)`: hooks belong to training.
         logits = model.forward(input_ids=ids, use_cache=False).logits
     length = tokens.shape[1]
-    logps = (logits[:, -length - 1 : -1].float() / temperature).log_softmax(-1)
+    logps: torch.Tensor = (logits[:, -length - 1 : -1].float() / temperature).log_softmax(-1)
     return logps.gather(2, tokens[:, :, None])[:, :, 0].cpu()
 
 

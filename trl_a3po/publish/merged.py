@@ -6,6 +6,7 @@ exist.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -113,15 +114,20 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def _merged_weight(layer: Linear | Embedding, adapter: str) -> torch.Tensor:
-    weight = layer.get_base_layer().weight.detach()
+    base: Any = layer.get_base_layer()
+    weight: torch.Tensor = base.weight.detach()
     if adapter in layer.lora_variant:
-        return layer.lora_variant[adapter].merge_safe(layer, adapter, weight.clone()).detach()
-    return weight + layer.get_delta_weight(adapter).to(weight.dtype)
+        merged: torch.Tensor = layer.lora_variant[adapter].merge_safe(layer, adapter, weight.clone())
+        return merged.detach()
+    delta: torch.Tensor = layer.get_delta_weight(adapter)
+    return weight + delta.to(weight.dtype)
 
 
 @torch.no_grad()
-def _merged_bias(layer: Linear, adapter: str) -> torch.Tensor:
-    return layer.get_base_layer().bias.detach() + layer.lora_B[adapter].bias.detach() * layer.scaling[adapter]
+def _merged_bias(layer: Any, adapter: str) -> torch.Tensor:
+    base: torch.Tensor = layer.get_base_layer().bias.detach()
+    delta: torch.Tensor = layer.lora_B[adapter].bias.detach() * layer.scaling[adapter]
+    return base + delta
 
 
 def _plain(path: str) -> str:

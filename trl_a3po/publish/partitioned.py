@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 from trl_a3po.distributed.team import Team
 from trl_a3po.models.eval_mode import eval_mode
@@ -37,7 +38,7 @@ class PartitionedPolicy:
     def __init__(
         self,
         team: Team,
-        model: nn.Module,
+        model: PreTrainedModel | PeftModel,
         sources: Mapping[str, WeightSource],
         forward: Callable[[torch.Tensor, int], torch.Tensor],
     ):

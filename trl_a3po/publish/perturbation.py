@@ -5,8 +5,11 @@ training changes are perturbed, each storage once.
 """
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
+
+from trl_a3po.models.unwrap import base_model
 
 MIN_MOVEMENT, MAX_MOVEMENT = 1.0, 3.0  # mean |Δ log-prob| that a perturbation should cause
 MIN_USEFUL_MOVEMENT = 0.02  # the least that is accepted where no strength causes MIN_MOVEMENT
@@ -18,7 +21,7 @@ _HEAD_FACTOR = 3.0  # without it, the layers below would hide the effect of a st
 _ZERO_RMS, _RMS_OF_ZEROS = 1e-3, 4.0
 
 
-def perturbed_weights(model: PreTrainedModel | nn.Module, strength: float) -> dict[str, torch.Tensor]:
+def perturbed_weights(model: PreTrainedModel | PeftModel, strength: float) -> dict[str, torch.Tensor]:
     """New tensors for the parameters that require a gradient: each is moved in fixed random directions by `strength`
     times its root mean square, and further in the output layer. They take as much memory as the gradients."""
     noise = PerturbationNoise(model)
@@ -32,8 +35,8 @@ def perturbed_weights(model: PreTrainedModel | nn.Module, strength: float) -> di
 class PerturbationNoise:
     """The fixed random directions in which the parameters of `model` are moved."""
 
-    def __init__(self, model: PreTrainedModel | nn.Module):
-        head = model.get_output_embeddings()
+    def __init__(self, model: PreTrainedModel | PeftModel):
+        head = base_model(model).get_output_embeddings()
         self._head_weights = set() if head is None else {id(weight) for weight in head.parameters()}
         self._noise = torch.randn(_PATTERN_SIZE, generator=torch.Generator().manual_seed(0))
         self._copies: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}

@@ -23,14 +23,16 @@ def prevent_repacking(model: nn.Module) -> None:
     Raises:
         ValueError: a weight has been repacked already.
     """
-    for name, weight in model.named_parameters():
+    parameters: Iterator[tuple[str, Any]] = model.named_parameters()
+    for name, weight in parameters:
         if is_quantised(weight) and weight.device.type == "cpu":
             if getattr(weight.quant_state, "packing_format_for_cpu", False):  # there once it has been repacked
                 raise ValueError(
                     f"bitsandbytes has repacked {name!r} for inference, because the model ran in eval mode on the "
                     "CPU: load the model again, and build the trainer before the model generates."
                 )
-            owning_module(model, name).support_avx512bf16_for_cpu = False
+            layer: Any = owning_module(model, name)
+            layer.support_avx512bf16_for_cpu = False
 
 
 def owning_module(model: nn.Module, name: str) -> nn.Module:
@@ -39,8 +41,7 @@ def owning_module(model: nn.Module, name: str) -> nn.Module:
 
 
 def is_quantised(weight: torch.Tensor) -> bool:
-    kind: str | bool = get_bnb_param_type(weight)
-    return kind == "4bit"
+    return isinstance(weight, nn.Parameter) and get_bnb_param_type(weight) == "4bit"
 
 
 def dequantised_source(layer: Any) -> WeightSource:
