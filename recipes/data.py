@@ -25,7 +25,7 @@ def dapo_math() -> DatasetDict:
 
 
 def gsm8k_row(row: dict) -> dict:
-    """A row of `openai/gsm8k`, whose answer stands behind `####` with commas between thousands."""
+    """A row of `openai/gsm8k`, whose answer follows `####` and has commas between thousands."""
     answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
     return {"prompt": _ask(row["question"]), "solution": _boxed(answer)}
 

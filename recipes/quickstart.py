@@ -10,7 +10,7 @@ Other models, other schedules:
 
     python recipes/quickstart.py --model Qwen/Qwen2.5-0.5B-Instruct     # where a hub is reachable; a GPU is used
     python recipes/quickstart.py --schedule sync                        # the same work without running ahead
-    python recipes/quickstart.py --packed_forward off                   # padded, as in TRL: how much longer a step is
+    python recipes/quickstart.py --packed_forward off                   # padded, as in TRL: compare the time of a step
     python recipes/quickstart.py --engine vllm                          # a vLLM server, started and stopped with it
     python recipes/quickstart.py --engine vllm --vllm_server_urls http://localhost:8000
 """
@@ -36,7 +36,7 @@ HELD_OUT = 64  # sums that are never trained on
 
 
 class RewardBar(ProgressCallback):
-    """The progress bar with a few numbers; all of them go to `log_history.json`."""
+    """The progress bar with a few metrics; all metrics are in `log_history.json`."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.training_bar is not None and "reward" in logs:
@@ -57,7 +57,7 @@ def parse_arguments():
     parser.add_argument("--packed_forward", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--engine", default="transformers", choices=["transformers", "vllm"])
     parser.add_argument("--engine_device", help="such as cuda:1; by default the trainer's")
-    parser.add_argument("--vllm_server_urls", nargs="+", help="running servers; none starts one")
+    parser.add_argument("--vllm_server_urls", nargs="+", help="running servers; by default one is started")
     parser.add_argument("--vllm_python", help="interpreter of an environment with vLLM; by default this one")
     parser.add_argument("--output_dir", default="outputs/quickstart")
     return parser.parse_args()
@@ -70,7 +70,7 @@ def sums(size: int, seed: int):
 
 
 def as_prompt(tokenizer, expression: str) -> str:
-    """A chat whose answer is begun: a small model then completes the sum instead of chatting about it."""
+    """A chat with the start of the answer, so that a small model completes the sum instead of chatting about it."""
     chat = [
         {"role": "system", "content": "Calculator."},
         {"role": "user", "content": f"What is {expression}?"},
@@ -96,7 +96,7 @@ SCORER = sums(1, 0)
 
 
 def correct(completions, answer, **kwargs) -> list[float]:
-    """reasoning-gym's own score of the text: 1 for the number alone, a little for text around it."""
+    """The score of reasoning-gym: 1 for the number alone, and less where there is text around it."""
     return [SCORER.score_answer(c.strip(), {"answer": a}) for c, a in zip(completions, answer, strict=True)]
 
 

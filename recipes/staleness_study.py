@@ -1,4 +1,5 @@
-"""What staleness does, and what the loss does about it: a small study on a CPU, repeatable on your model.
+"""The effect of staleness, and how the loss corrects for it: a small study on a CPU, which you can repeat on your
+model.
 
     python recipes/staleness_study.py                                  # 27 runs of seconds each; a figure and a table
     python recipes/staleness_study.py --staleness 0 4 --seeds 0        # a part of it
@@ -6,9 +7,9 @@
 
 `schedule="fixed_lag"` trains every token at exactly the staleness d asked for, so nothing else differs between runs.
 The policy is a small model with random weights, and the reward is the share of a completion's tokens whose id is a
-multiple of 4: a quarter at first, and 1 at best. A model of yours, given by name, gets the same reward.
+multiple of 4: a quarter at first, and 1 at best. A model that you name gets the same reward.
 
-Two predictions are put to the test: with the log-linear proximal policy the ratio r contracts as ρ^(1/d), so that
+Two predictions are tested: with the log-linear proximal policy the ratio r contracts as ρ^(1/d), so that
 fewer tokens are clipped the staler they are, while PPO on the behavior policy ("behavior") clips more of them.
 """
 
@@ -49,7 +50,7 @@ def parse_arguments():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--model", help="a causal language model of yours instead of the small one")
+    parser.add_argument("--model", help="a causal language model to use instead of the small one")
     parser.add_argument("--output", default="outputs/staleness_study")
     return parser.parse_args()
 
@@ -79,7 +80,7 @@ def small_policy(seed: int):
 
 
 def run(arguments, method: str, staleness: int, seed: int, folder: str) -> list[dict[str, float]]:
-    """The log of one run, an entry a step."""
+    """The log of one run, one entry per step."""
     if arguments.model:
         model, tokenizer = arguments.model, AutoTokenizer.from_pretrained(arguments.model)
     else:
@@ -120,7 +121,7 @@ def run(arguments, method: str, staleness: int, seed: int, folder: str) -> list[
 
 
 def summary(history: list[dict[str, float]], staleness: int) -> dict[str, float]:
-    """Of the steps after the lag has been reached; the reward and the entropy of the last fifth."""
+    """Statistics of the steps after the lag has been reached; reward and entropy are those of the last fifth."""
     stale, last = history[staleness:], history[-max(1, len(history) // 5) :]
 
     def mean(entries, key):
@@ -151,7 +152,7 @@ def table(results: dict[tuple[str, int], list[dict[str, float]]]) -> Table:
 
 
 def verdicts(results: dict[tuple[str, int], list[dict[str, float]]]) -> list[str]:
-    """The predictions, confirmed or refuted by these runs."""
+    """The predictions, and whether these runs confirm or refute them."""
     means = {
         key: {name: statistics.mean(run[name] for run in runs) for name in runs[0]} for key, runs in results.items()
     }

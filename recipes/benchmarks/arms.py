@@ -1,9 +1,10 @@
-"""What the benchmarks share that compare several runs, called arms: each in processes of its own, by torchrun.
+"""Shared by the benchmarks that compare several runs, called arms, each of which torchrun starts in separate
+processes.
 
-Guarantees: an arm that fails or takes too long costs no other one, and is reported by the steps it had measured until
-then, as one that was cut; after every arm the numbers so far are in the JSON file. A benchmark parses its arguments
-with `add_arguments`; where `arguments.arm` is set it trains, with `step_notes` among the callbacks, and hands what it
-measured to `end_arm`; elsewhere it calls `run_arms`.
+Guarantees: an arm that fails or times out does not affect the others; its report holds the steps measured before that,
+marked as cut; after every arm the numbers so far are in the JSON file. A benchmark parses its arguments with
+`add_arguments`. Where `arguments.arm` is set, the process trains, with `step_notes` among the callbacks, and passes
+its results to `end_arm`; otherwise it calls `run_arms`.
 """
 
 import argparse
@@ -19,16 +20,16 @@ from pathlib import Path
 import torch
 
 RESULT, NOTES, OUTPUT = "result.json", "notes.json", "output.txt"  # in the folder of an arm
-_SHOWN = 4000  # characters of its output
-_GRACE = 60.0  # seconds; its launcher needs 30 to end processes that do not want to
+_OUTPUT_SHOWN = 4000  # characters of the output of an arm
+_END_TIMEOUT = 60.0  # seconds; the launcher needs 30 to kill processes that ignore its signal
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, arms: Sequence[str], limit: float, json: str) -> None:
-    """The arguments of `run_arms`, with their defaults."""
+def add_arguments(parser: argparse.ArgumentParser, *, arms: Sequence[str], timeout: float, json: str) -> None:
+    """Add the arguments of `run_arms`, with these defaults."""
     parser.add_argument("--arms", nargs="+", default=arms)
-    parser.add_argument("--limit", type=float, default=limit, help="seconds an arm may take, with its start")
-    parser.add_argument("--json", default=json, help="write the numbers here")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)  # of one process of an arm
+    parser.add_argument("--timeout", type=float, default=timeout, help="seconds an arm may take, its start included")
+    parser.add_argument("--json", default=json, help="file to write the numbers to")
+    parser.add_argument("--arm", help=argparse.SUPPRESS)  # set in the processes of an arm
     parser.add_argument("--folder", help=argparse.SUPPRESS)
 
 
@@ -43,15 +44,16 @@ def run_arms(
     """Run each of `arguments.arms` in turn and print its `columns`.
 
     Args:
-        processes: of an arm.
-        environment: what an arm's processes find in theirs beside this one's; it may write into their folder.
-        folders: where an arm gets its folder, which is removed after it; `None`: where temporary files are.
+        processes: number of processes of an arm.
+        environment: environment variables for the processes of an arm; the function may write into their folder.
+        folders: where the folder of an arm is created, which is removed after it; by default where temporary files
+        are.
     """
     results: dict[str, dict[str, float | str]] = {}
     for arm in arguments.arms:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=folders, ignore_cleanup_errors=True) as folder:
-            why = _launch(arm, arguments.limit, processes(arm), environment(arm, Path(folder)), Path(folder))
+            why = _launch(arm, arguments.timeout, processes(arm), environment(arm, Path(folder)), Path(folder))
             results[arm] = _read(Path(folder) / (NOTES if why else RESULT))
         took, head = time.perf_counter() - began, f"{arguments.shape} {arm}"
         if results[arm]:
@@ -64,31 +66,32 @@ def run_arms(
         Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "arms": results}, indent=1))
 
 
-def _launch(arm: str, limit: float, processes: int, environment: Mapping[str, str], folder: Path) -> str | None:
-    """Run an arm. Returns why it has no result, with its last words; `None` if it has one."""
-    # One process, too, or the Trainer would want every visible GPU for itself.
+def _launch(arm: str, timeout: float, processes: int, environment: Mapping[str, str], folder: Path) -> str | None:
+    """Run an arm. Returns why it has no result, with the end of its output; `None` if it has a result."""
+    # Also for a single process: the Trainer would otherwise use every visible GPU.
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
     command += [*sys.argv, "--arm", arm, "--folder", str(folder)]
     why = "failed"
     with (folder / OUTPUT).open("wb") as output:
         launcher = subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=output)
         try:
-            launcher.wait(limit)
+            launcher.wait(timeout)
         except subprocess.TimeoutExpired:
-            why = f"took more than {limit:.0f} s"
+            why = f"took more than {timeout:.0f} s"
         finally:
-            words = (folder / OUTPUT).read_text(errors="replace")  # before the launcher says that it was ended
+            text = (folder / OUTPUT).read_text(errors="replace")  # before the launcher reports that it was terminated
             _end(launcher)
     if (folder / RESULT).is_file():
         return None
-    return f"{why}; its output ends with:\n{words[-_SHOWN:].strip()}"
+    return f"{why}; its output ends with:\n{text[-_OUTPUT_SHOWN:].strip()}"
 
 
 def _end(launcher: subprocess.Popen) -> None:
-    """Asked to, it ends its processes; killed, it would leave them on the GPUs of the next arm."""
+    """Terminate the launcher, which then ends its processes. If it were killed, they would stay on the GPUs of the
+    next arm."""
     launcher.terminate()
     try:
-        launcher.wait(_GRACE)
+        launcher.wait(_END_TIMEOUT)
     except subprocess.TimeoutExpired:
         launcher.kill()
         launcher.wait()
@@ -102,7 +105,7 @@ def _read(file: Path) -> dict[str, float | str]:
 
 
 def end_arm(arguments: argparse.Namespace, result: Mapping[str, float] | None) -> None:
-    """End this process of an arm; one of them has its `result`."""
+    """End this process of an arm. One of the processes passes the `result`."""
     if result is not None:
         _write(Path(arguments.folder) / RESULT, result)
     sys.stdout.flush()
@@ -110,12 +113,13 @@ def end_arm(arguments: argparse.Namespace, result: Mapping[str, float] | None) -
 
 
 def step_notes(arguments: argparse.Namespace, warm: int, measured: Callable[[], Mapping[str, float]]):
-    """A callback that notes what is `measured` so far after each optimizer step but the first `warm`: what is left of
-    an arm that is cut. With `logging_steps=1`; among the numbers are `steps`, those that were measured."""
+    """A callback that writes what is `measured` so far after each optimizer step except the first `warm`, for the
+    report of an arm that is cut. Needs `logging_steps=1`; one of the numbers must be `steps`, the count of measured
+    steps."""
     from transformers import TrainerCallback
 
     class StepNotes(TrainerCallback):
-        def on_log(self, args, state, control, **kwargs):  # after the step's numbers have joined the history
+        def on_log(self, args, state, control, **kwargs):  # after the log history has the numbers of the step
             if state.is_world_process_zero and state.global_step > warm:
                 _write(Path(arguments.folder) / NOTES, measured())
 
@@ -123,7 +127,7 @@ def step_notes(arguments: argparse.Namespace, warm: int, measured: Callable[[], 
 
 
 def step_clock(seconds: list[float]):
-    """A callback that notes the seconds of each optimizer step."""
+    """A callback that appends the seconds of each optimizer step to `seconds`."""
     from transformers import TrainerCallback
 
     class StepClock(TrainerCallback):
@@ -150,7 +154,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def prompts(words: int, vocab: int):
-    """A dataset of 1024 prompts of `words` words of `word_tokenizer`."""
+    """A dataset of 1024 prompts, each of `words` words of `word_tokenizer`."""
     from datasets import Dataset
 
     rows = [" ".join(f"t{3 + (97 * row + 31 * word) % (vocab - 3)}" for word in range(words)) for row in range(1024)]

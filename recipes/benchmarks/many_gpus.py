@@ -1,15 +1,15 @@
-"""A3POTrainer on several GPUs: where the seconds of a step go, and how it grows with the GPUs that train.
+"""A3POTrainer on several GPUs: how long the parts of a step take, and how throughput scales with the GPUs that train.
 
-    python recipes/benchmarks/many_gpus.py --arms 1+1 3+1 2+2 3z+1          # those it has by default
+    python recipes/benchmarks/many_gpus.py --arms 1+1 3+1 2+2 3z+1          # the default arms
     python recipes/benchmarks/many_gpus.py --arms 3z+1 3z:grpo 3z:grpo:lora # ZeRO-3 beside GRPOTrainer's
     python recipes/benchmarks/many_gpus.py --arms 2 2z 2z:grpo 2z:lora      # the same on 2 GPUs
     python recipes/benchmarks/many_gpus.py --shape tiny --arms 1+1 --cpu    # to try the script
 
 An arm `3z+1` trains on 3 GPUs with ZeRO-3 and generates on 1 more; without the `z` it is DDP, and `3z` generates on
 the first of its GPUs while training waits (`schedule="sync"`). After it, `:lora` trains a rank-16 adapter, `:padded`
-pads as TRL does, and `3z:grpo` is GRPOTrainer on 3 GPUs, which is handed completions of the same lengths, so that its
-step is training alone: hold it against `train`. Random weights of the shape, bf16, completions of equal length. An arm
-that is cut at its limit is reported by the steps it had measured.
+pads as TRL does, and `3z:grpo` is GRPOTrainer on 3 GPUs, which is given completions of the same lengths, so that its
+step is training alone: compare it with `train`. Random weights of the shape, bf16, completions of equal length. For an
+arm that times out, the report holds the steps measured before that.
 
 `step`, `wait` (for a batch), `publish` and `train` (the rest) are seconds; `trainer idle` is the share of a step that
 is `wait`, `engine blocked` that in which `max_staleness` kept the engine from its next prompt; `gathers` are ZeRO-3's
@@ -44,7 +44,7 @@ WARM = 2  # steps that are not measured
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, arms=["1+1", "3+1", "2+2", "3z+1"], limit=240.0, json="many_gpus.json")
+    add_arguments(parser, arms=["1+1", "3+1", "2+2", "3z+1"], timeout=240.0, json="many_gpus.json")
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--completions", type=int, default=192, help="completions an optimizer step")
     parser.add_argument("--micro_batch", type=int, default=16)
@@ -58,7 +58,7 @@ def parse_arguments():
 
 @dataclass(frozen=True)
 class Arm:
-    """`3z+1:lora` in parts: processes that train, ZeRO-3, devices that generate, and options."""
+    """The parts of `3z+1:lora`: processes that train, ZeRO-3 or not, devices that generate, and options."""
 
     trains: int
     zero: bool
@@ -155,7 +155,7 @@ def train(arguments) -> None:
 
 
 def generating(arm: Arm, cpu: bool) -> dict:
-    """Settings of where and when an arm generates."""
+    """Settings that say where and when an arm generates."""
     if not arm.generates:
         return {"engine_device": "cpu" if cpu else "cuda:0", "schedule": "sync"}
     devices = ["cpu" if cpu else f"cuda:{arm.trains + number}" for number in range(arm.generates)]
@@ -163,7 +163,7 @@ def generating(arm: Arm, cpu: bool) -> dict:
 
 
 def engine_side(history: list[dict[str, float]], seconds: float) -> dict[str, float]:
-    """What A3POTrainer's log says of a run whose steps take `seconds`."""
+    """Results of a run from A3POTrainer's log; each of its steps takes `seconds`."""
     first, measured = history[0], history[WARM:]
     wait, publish, blocked = (
         mean(entry[f"a3po/time/{name}"] for entry in measured) for name in ("wait", "publish", "blocked")
@@ -180,7 +180,7 @@ def engine_side(history: list[dict[str, float]], seconds: float) -> dict[str, fl
 
 
 def completing_trainer(tokens: int):
-    """GRPOTrainer that is handed completions of so many tokens."""
+    """A GRPOTrainer that is given completions of `tokens` tokens."""
     from trl import GRPOTrainer
 
     class CompletingTrainer(GRPOTrainer):
@@ -193,7 +193,8 @@ def completing_trainer(tokens: int):
 
 
 def counted_gathers():
-    """How many collectives of this process have gathered partitioned weights, from now on."""
+    """A function that returns how many collectives of this process have gathered partitioned weights since this
+    call."""
     from deepspeed.runtime.zero import partition_parameters
 
     inner, calls = partition_parameters._dist_allgather_fn, []
@@ -207,11 +208,11 @@ def counted_gathers():
 
 
 def word_tokenizer(vocab: int = 32768):
-    """Words `t3`, `t4`, …, a token each."""
+    """A tokenizer whose tokens are the words `t3`, `t4`, …"""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # Not `t0` to `t2`: a special token is found inside of words that begin with it.
+    # Not `t0` to `t2`: the tokenizer finds a special token inside of words that begin with it.
     names = ["<pad>", "<eos>", "<unk>", *(f"t{i}" for i in range(3, vocab))]
     words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -219,7 +220,7 @@ def word_tokenizer(vocab: int = 32768):
 
 
 def random_model(shape: str, vocab: int, dtype: torch.dtype, zero: bool):
-    """A model of the shape with normal weights; under ZeRO-3 no process ever holds all of it."""
+    """A model of this shape with normally distributed weights. Under ZeRO-3 no process holds all of it at any time."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     layers, hidden, intermediate, heads, key_value, tied = SHAPES[shape]

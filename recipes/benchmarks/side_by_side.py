@@ -1,9 +1,10 @@
-"""GRPOTrainer and A3POTrainer on the same work, side by side: where the seconds of a step go.
+"""GRPOTrainer and A3POTrainer on the same work: how long the parts of a step take.
 
     python recipes/benchmarks/side_by_side.py                                    # completions of equal length
     python recipes/benchmarks/side_by_side.py --lengths geometric                # most end early, a few run long
-    python recipes/benchmarks/side_by_side.py --reward_seconds 0.5               # rewards that wait, as a judge would
-    python recipes/benchmarks/side_by_side.py --shape qwen3-0.6b --dtype bfloat16 --completions 64 --tokens 256  # GPU
+    python recipes/benchmarks/side_by_side.py --reward_seconds 0.5               # rewards that take time, as a judge
+    does python recipes/benchmarks/side_by_side.py --shape qwen3-0.6b --dtype bfloat16 --completions 64 --tokens 256  #
+    GPU
 
 Random weights of the given shape, the same prompts and batch sizes for every arm. On a CPU `--threads` is the total:
 GRPOTrainer has all of them, A3POTrainer gives half to its engine. The columns are seconds per optimizer step, mean
@@ -59,7 +60,7 @@ def parse_arguments():
     parser.add_argument("--reward_seconds", type=float, default=0.0, help="how long a reward function waits")
     parser.add_argument("--max_staleness", type=int, default=2)
     parser.add_argument(
-        "--slots", type=int, help="completions A3POTrainer's engine decodes at a time; few: it is slow"
+        "--slots", type=int, help="completions A3POTrainer's engine decodes at a time; a small number slows it down"
     )
     parser.add_argument("--steps", type=int, default=10, help="measured steps")
     parser.add_argument("--warmup", type=int, default=3)
@@ -115,10 +116,10 @@ def make_model(arguments, folder):
         **settings, max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0
     )
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, arguments.dtype))
-    # A random model ends a completion with any of these tokens: lengths are geometric with a mean of a third.
+    # Any of these tokens ends a completion of a random model, so lengths are geometric with a mean of `tokens / 3`.
     ends = int(config.vocab_size * 3 / arguments.tokens) if arguments.lengths == "geometric" else 1
     model.generation_config.eos_token_id = list(range(1, 1 + ends))
-    # Not `t0` to `t2`: a special token is found inside of words that begin with it.
+    # Not `t0` to `t2`: the tokenizer finds a special token inside of words that begin with it.
     names = ["<pad>", "<eos>", "<unk>", *(f"t{i}" for i in range(3, config.vocab_size))]
     vocab = {name: i for i, name in enumerate(names)}
     words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))

@@ -1,10 +1,11 @@
-"""What it costs the trainer's process to take streamed tokens from vLLM servers: CPU time of a token, and their rate.
+"""What it costs the trainer's process to receive streamed tokens from vLLM servers: CPU time per token, and
+throughput.
 
     python recipes/benchmarks/streaming.py                              # 64 rollouts, 200 decode steps a second
-    python recipes/benchmarks/streaming.py --groups 32 --rate 0         # 256, as fast as they are taken
+    python recipes/benchmarks/streaming.py --groups 32 --rate 0         # 256, as fast as they are received
 
-The server is a stand-in that sends events as vLLM 0.31 does, of rollouts of equal length. The main thread waits as a
-trainer's does; what the process that reads the answers takes is not counted, that is the point of it.
+The server is a stand-in that sends the events of vLLM 0.31, for rollouts of equal length. The main thread waits as a
+trainer's does. The CPU time of the reading process is not counted, because that process exists to relieve this one.
 """
 
 import argparse
@@ -26,15 +27,15 @@ ROLLOUTS = 8  # of a group
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--groups", type=int, default=8, help=f"of {ROLLOUTS} rollouts, all in flight at a time")
-    parser.add_argument("--tokens", type=int, default=512, help="of a rollout")
-    parser.add_argument("--rate", type=float, default=200.0, help="decode steps a second; 0: as many as are taken")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)  # at this socket, in a process of its own
+    parser.add_argument("--groups", type=int, default=8, help=f"groups of {ROLLOUTS} rollouts, all in flight at once")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a rollout")
+    parser.add_argument("--rate", type=float, default=200.0, help="decode steps per second; 0: no limit")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)  # socket to serve at, in a separate process
     return parser.parse_args()
 
 
 def event(index: int, place: int, tokens: int) -> bytes:
-    """One token, as a chunk."""
+    """The event of one token, as an HTTP chunk."""
     token, logp = f"token_id:{1000 + place}", -10.234567 + place * 1e-5
     choice = {
         "index": index,
@@ -81,7 +82,7 @@ async def serve(path: str, tokens: int, rate: float) -> None:
 
 
 def measure(pool: ServerPool, groups: int, first: int) -> tuple[float, float]:
-    """CPU seconds of this process, and seconds, for so many groups."""
+    """CPU seconds of this process, and elapsed seconds, for `groups` groups."""
     cpu, began, done = time.process_time(), time.perf_counter(), 0
     pool.submit([GroupRequest(first + group, first + group, (1, 2, 3), ROLLOUTS) for group in range(groups)])
     while done < groups:
@@ -106,7 +107,7 @@ def main():
             (member,) = pool.members
             pool.admit(member, ServerInfo("0.31.0", "policy", 1 << 20, max_num_seqs=1 << 12))
             pool.set_served_weights(ServedWeights(0, "", ""), [member])
-            measure(pool, 1, first=0)  # starts what is started once
+            measure(pool, 1, first=0)  # warm-up
             cpu, seconds = measure(pool, arguments.groups, first=1)
         finally:
             pool.close()

@@ -1,8 +1,8 @@
-"""Tokens per second and memory of forward and backward: padded as TRL runs it, packed, and with prompts shared.
+"""Tokens per second and memory of forward and backward: padded as in TRL, packed, and with shared prompts.
 
     python recipes/benchmarks/training_forward.py                          # one GPU; about five minutes on an H100
     python recipes/benchmarks/training_forward.py --shapes 0.6B --budget 90
-    python recipes/benchmarks/training_forward.py --shapes tiny --lengths 48/24/4 --device cpu   # does it run at all
+    python recipes/benchmarks/training_forward.py --shapes tiny --lengths 48/24/4 --device cpu   # to try the script
     python recipes/benchmarks/training_forward.py --shapes 135M --lengths 36/6/8 --no_checkpointing   # the quickstart
 
 One micro-batch is one group: a prompt of P tokens with G completions of at most R, for each P/R/G of `--lengths`.
@@ -10,8 +10,8 @@ Completion lengths are the quantiles of a log-normal (`--tail`, its sigma; 0 for
 the default 0.8 and G = 8 the shortest is 0.09 R and the mean 0.38 R. Models have random weights in bfloat16, gradient
 checkpointing on (TRL's default), and the shapes 135M and 8B a LoRA adapter on all linear layers.
 
-Tokens per second count what the sequences hold without padding, prompts once for each completion, so that the same
-micro-batch counts alike however it is run. The predicted ratio is the cost model's that `shared_prompt="auto"` asks.
+Tokens per second count the tokens of the sequences without padding, and a prompt once for each completion, so that the
+count does not depend on the layout. The predicted ratio is that of the cost model behind `shared_prompt="auto"`.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def parse_arguments():
     parser.add_argument("--shapes", nargs="+", default=["0.6B", "1.5B", "8B"], choices=list(SHAPES))
     parser.add_argument("--lengths", nargs="+", default=["512/4096/8", "1024/1024/8", "4096/512/8"], metavar="P/R/G")
     parser.add_argument("--tail", type=float, default=0.8, help="sigma of the log-normal of completion lengths")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of an arm, after one that is not")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of an arm, after a warm-up run")
     parser.add_argument("--budget", type=float, default=280.0, help="seconds after which no further arm is started")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no_checkpointing", action="store_true", help="without gradient checkpointing")
@@ -160,7 +160,7 @@ def micro_batch(prompt: int, completions: list[int], vocab: int, device: str, se
 
 
 def padded_logps(model, input_ids, attention_mask, width):
-    """TRL's call."""
+    """Log-probs by TRL's padded forward."""
     labels = input_ids.masked_fill(attention_mask == 0, -100)
     labels[:, :-width] = -100
     outputs = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True)
@@ -294,7 +294,7 @@ def distances(kept: dict[str, Any], scored: torch.Tensor) -> dict[str, Any]:
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> float:
-    """Of all of them as one vector."""
+    """The norm of all tensors as one vector."""
     return math.sqrt(sum(tensor.float().square().sum().item() for tensor in tensors))
 
 

@@ -1,4 +1,4 @@
-"""Training with engine="vllm": what a publish costs, by each way, and where the seconds of a step go.
+"""Training with engine="vllm": what a publish costs with each transfer, and how long the parts of a step take.
 
     python recipes/benchmarks/vllm_publish.py --arms nccl disk lora grpo      # on 2 GPUs: one trains, one generates
     python recipes/benchmarks/vllm_publish.py --arms ipc disk:1 lora:1 grpo:1 # on 1 GPU, for both
@@ -6,8 +6,8 @@
 
 `nccl`, `ipc` and `disk` send whole weights, `lora` a rank-16 adapter; `grpo` is GRPOTrainer with the same server, and
 `grpo:1` with vLLM in its own process (`vllm_mode="colocate"`). Random weights of the shape, bf16, completions of equal
-length. Each arm runs in a process of its own, with a time limit, and starts its own server; one that is cut at its
-limit is reported by the steps it had measured.
+length. Each arm runs in a separate process, with a timeout, and starts its own server; for an arm that times out, the
+report holds the steps measured before that.
 
 `step`, `wait` (for a batch) and `publish` are seconds; `tokens/s` are sampled tokens over the seconds of a step,
 `engine tokens/s` over those in which the engine had any to sample. `trainer idle` is the share of a step that is
@@ -34,7 +34,7 @@ WARM = 3  # steps that are not measured
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, arms=["nccl", "disk", "lora", "grpo"], limit=280.0, json="vllm_publish.json")
+    add_arguments(parser, arms=["nccl", "disk", "lora", "grpo"], timeout=280.0, json="vllm_publish.json")
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--completions", type=int, default=64, help="completions an optimizer step")
     parser.add_argument("--micro_batch", type=int, default=16)
@@ -138,7 +138,7 @@ def train_a3po(arguments, way: str, one_gpu: bool) -> dict[str, float]:
 
 
 def train_grpo(arguments, one_gpu: bool) -> dict[str, float]:
-    """GRPOTrainer with vLLM, timed from outside."""
+    """GRPOTrainer with vLLM. Wrappers around its methods measure the time."""
     from trl import GRPOConfig, GRPOTrainer
 
     tokenizer, steps, syncs, generations = word_tokenizer(), [], [], []
@@ -191,7 +191,7 @@ def train_grpo(arguments, one_gpu: bool) -> dict[str, float]:
 
 @contextmanager
 def serving(arguments, folder: Path, context: int) -> Iterator[str]:
-    """The URL of a server on the second GPU that GRPOTrainer can send weights to."""
+    """The URL of a server on the second GPU, to which GRPOTrainer can send weights."""
     from trl_a3po.engines.vllm.server_process import ServerProcess
     from trl_a3po.engines.vllm.startup import ServerRequirements
 
@@ -209,7 +209,7 @@ def serving(arguments, folder: Path, context: int) -> Iterator[str]:
     server = ServerProcess(arguments.vllm_python, requirements, gpu, log, threads=None, max_restarts=0, port=port)
     server.start()
     try:
-        server.wait_until_ready(arguments.limit)
+        server.wait_until_ready(arguments.timeout)
         yield server.server.url
     finally:
         server.stop()

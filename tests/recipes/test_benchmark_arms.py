@@ -17,7 +17,7 @@ from arms import add_arguments, end_arm, run_arms, step_notes
 from transformers import TrainerState
 
 parser = argparse.ArgumentParser()
-add_arguments(parser, arms=["hangs", "breaks", "never", "whole"], limit=20.0, json="numbers.json")
+add_arguments(parser, arms=["hangs", "breaks", "never", "whole"], timeout=20.0, json="numbers.json")
 arguments = parser.parse_args()
 arguments.shape = "no"
 if arguments.arm == "whole":

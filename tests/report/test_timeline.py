@@ -81,9 +81,9 @@ def test_groups_are_counted_as_the_queues_outcomes_are(trained):
 
 
 def test_taken_groups_are_those_of_the_takes_at_their_versions(trained):
-    told = Counter((line["taken_version"], line["prompt"]) for line in lines(trained, "group"))
+    groups = Counter((line["taken_version"], line["prompt"]) for line in lines(trained, "group"))
     taken = Counter((version, group.prompt.index) for version, groups in trained.takes for group in groups)
-    assert taken == Counter({key: count for key, count in told.items() if key[0] is not None})
+    assert taken == Counter({key: count for key, count in groups.items() if key[0] is not None})
     assert versions(trained, "take") == [version for version, _ in trained.takes]
 
 
@@ -164,9 +164,9 @@ def test_each_line_of_a_lineage_is_that_of_the_checkpoint_its_run_went_on_from(t
             if version % 2 == 0:
                 timeline.write("checkpoint", version=version)
         timeline.close()
-        told = read_timeline(tmp_path)
-        assert [line["version"] for line in told if line["kind"] == "step"] == list(range(1, ends + 1))
-        assert {line["run"] for line in told if line["kind"] == "start"} == {run}
+        found = read_timeline(tmp_path)
+        assert [line["version"] for line in found if line["kind"] == "step"] == list(range(1, ends + 1))
+        assert {line["run"] for line in found if line["kind"] == "start"} == {run}
 
 
 def test_a_run_without_a_name_goes_on_as_one(tmp_path):

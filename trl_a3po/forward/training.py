@@ -130,11 +130,8 @@ class TrainingForward:
             for rows in (slice(start, start + step) for start in range(0, len(input_ids), step))
         ]
         logps = torch.cat([logps for logps, _ in parts])
-        return (
-            logps,
-            torch.cat([entropy for _, entropy in parts if entropy is not None]) if compute_entropy else None,
-            None,
-        )
+        entropies = [entropy for _, entropy in parts if entropy is not None]
+        return logps, torch.cat(entropies) if compute_entropy else None, None
 
     def _forward(
         self,

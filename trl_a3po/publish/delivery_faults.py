@@ -16,7 +16,7 @@ import torch
 
 SMALL_ERROR, LARGE_ERROR = 0.05, 0.2  # as parts of the trainer's movement
 ERROR_PER_GAP = 5
-DISTINCT_PER_GAP = 3  # versions whose log-probs differ by this many gaps of the start can be told from each other
+DISTINCT_PER_GAP = 3  # versions whose log-probs differ by this many gaps of the start can be distinguished
 MIN_GAP = 1e-4  # what rounding alone may cause
 
 CAUSES = (
