@@ -7,6 +7,7 @@ installed library says.
 
 import base64
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -152,4 +153,21 @@ def settings_table(fields: list[dataclasses.Field]) -> str:
     return "\n".join(rows)
 
 
-TABLES = {"settings": settings_tables}
+def objectives_table() -> str:
+    """Every objective, with the first sentence of its anchor function, and the settings that only it reads."""
+    from trl_a3po import A3POConfig, objectives
+    from trl_a3po.config.a3po_config import CHOICES
+    from trl_a3po.config.check_objective import SETTINGS_OF
+
+    rows = ["| objective | what it is | settings of its own |", "|---|---|---|"]
+    for name in CHOICES["objective"]:
+        function = f"{name}_anchor"
+        summary = inspect.getdoc(getattr(objectives, function)).split("\n\n")[0].replace("|", "\\|")
+        names = [setting for settings, readers in SETTINGS_OF.items() if name in readers for setting in settings]
+        defaults = ", ".join(f"`{setting}={A3POConfig.__dataclass_fields__[setting].default!r}`" for setting in names)
+        link = f"[`{name}`](api/objectives.md#trl_a3po.objectives.{function})"
+        rows.append(f"| {link} | {' '.join(summary.split())} | {defaults} |")
+    return "\n".join(rows)
+
+
+TABLES = {"settings": settings_tables, "objectives": objectives_table}
