@@ -64,8 +64,6 @@ def serving(python: str, model: str, folder: Path, *, count: int = 1, **requirem
     ]
     try:
         for server in servers:
-            server.start()
-        for server in servers:
             server.wait_until_ready(START_TIMEOUT)
         yield servers
     finally:

@@ -19,8 +19,8 @@ BODY = completion_body(SAMPLING, "base", "", [5], count=1, done=0, stream=True)
 
 
 def reader_of(engine) -> int:
-    until(lambda: engine._pool._calls._worker is not None)
-    return engine._pool._calls._worker.pid
+    until(lambda: engine._serving.pool._calls._worker is not None)
+    return engine._serving.pool._calls._worker.pid
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_a_server_that_comes_back_gets_the_weights_with_the_next_publish(tmp_pat
         until(lambda: engine.stats().extra["servers_live"] == 1)
         back = servers[0].restarted()
         engine.publish(update(False, 1))
-        until(lambda: engine._pool.members[0].state == "behind" or back.weight == 1.0)
+        until(lambda: engine._serving.pool.members[0].state == "behind" or back.weight == 1.0)
         engine.publish(update(False, 2))
         assert back.calls.count("/init_weight_transfer_engine") == 1
         assert back.weight == 2.0 and engine.stats().extra["servers_live"] == 2

@@ -76,7 +76,7 @@ def test_a_server_on_the_trainers_gpu_follows_it(vllm_python, tmp_path):
     try:
         sampling = SamplingSettings(32)
         engine.start(policy_spec(model, torch.bfloat16), sampling, collect_weights(model, 0, complete=True))
-        assert isinstance(engine._publishing._link, IpcTransfer)
+        assert isinstance(engine._serving.publishing._transfer, IpcTransfer)
         known = ProbeTokens.of_prompts([list(range(100, 110)), list(range(200, 210))], 8)
         policy = LocalPolicy(model, policy_sources)
         DeliveryCheck(engine, policy, known, temperature=1.0, every=1, timeout=60).at_start(0)

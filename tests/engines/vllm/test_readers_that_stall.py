@@ -64,7 +64,7 @@ def test_a_reader_that_does_not_end_is_said(running, monkeypatch):
         patch.setattr(calls.WorkerProcess, "kill", lambda self: None)
         patch.setattr(calls, "_END_TIMEOUT", 0.2)
         with pytest.raises(TimeoutFault, match=f"{reader}, was killed and did not end"):
-            engine._pool._calls.catch_up([0], 0.2)
+            engine._serving.pool._calls.catch_up([0], 0.2)
     os.kill(reader, signal.SIGCONT)
     finished(engine, 3)
 
@@ -87,7 +87,7 @@ def test_an_error_in_the_thread_that_reads_ends_the_run_and_the_reader(running, 
     _, engine = running
     monkeypatch.setattr(calls, "read_messages", lambda *args, **kwargs: 1 / 0)
     os.kill(reader_of(engine), signal.SIGKILL)  # the thread that reads the next reader fails
-    until(lambda: engine._pool.is_over())
+    until(lambda: engine._serving.pool.is_over())
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         while True:
             engine.wait(0.1)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from tests.engines.vllm.real_runs import STALENESS, TEMPERATURE, CheckingTrainer, trainer_of
 from tests.workers.processes import is_gone, until
 from trl_a3po.engines.vllm.completions import completion_body, noise_seed
+from trl_a3po.engines.vllm.publishing import AdapterPublishing
 from trl_a3po.engines.vllm.server import Server
 from trl_a3po.engines.vllm.server_process import ServerProcess
 from trl_a3po.engines.vllm.token_chunks import parse_answer
@@ -194,7 +195,7 @@ def test_the_check_sees_a_skipped_publish(whole, weights_server, tmp_path, monke
 
 
 def test_the_check_sees_an_adapter_that_is_never_used(adapted, adapter_server, tmp_path, monkeypatch):
-    monkeypatch.setattr(VLLMEngine, "_model_name", lambda engine, member: member.info.model)
+    monkeypatch.setattr(AdapterPublishing, "model_name", lambda publishing, member: member.info.model)
     with pytest.raises(DeliveryError, match="perturbed copy"):
         delivery_check(adapted, adapter_server, tmp_path)
 

@@ -54,7 +54,6 @@ def server(tmp_path, monkeypatch):
     requirements = ServerRequirements("model", "float32", 64, 64, ("processed_logprobs",))
     log = tmp_path / "log"
     process = ServerProcess(sys.executable, requirements, torch.device("cpu"), log, threads=1, max_restarts=1)
-    process.start()
     yield process
     process.stop()
 
@@ -158,7 +157,6 @@ def test_a_server_does_not_import_from_the_folder_we_stand_in(server, tmp_path, 
     other = ServerProcess(
         sys.executable, requirements, torch.device("cpu"), tmp_path / "log", threads=1, max_restarts=0
     )
-    other.start()
     try:
         assert pid_of(other)
     finally:

@@ -68,7 +68,9 @@ def kill_at_work(trainer: CheckingTrainer, *servers: ServerProcess) -> None:
     """Kill servers while the first of them is in the middle of rollouts."""
 
     def wait_and_kill() -> None:
-        member = next(m for m in trainer._session.engine._pool.members if m.server.url == servers[0].server.url)
+        member = next(
+            m for m in trainer._session.engine._serving.pool.members if m.server.url == servers[0].server.url
+        )
         until(lambda: member.load > 0)
         time.sleep(0.5)
         for server in servers:

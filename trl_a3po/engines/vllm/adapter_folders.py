@@ -25,6 +25,8 @@ class AdapterFolders:
     """
 
     def __init__(self, root: Path, spec: PolicySpec, keep: int):
+        if spec.peft_config is None:
+            raise ValueError("The policy has no adapter.")
         self.root = root
         self._adapter = spec.adapter_name
         self._config = copy.deepcopy(spec.peft_config)

@@ -49,7 +49,7 @@ class ReaderUpdate(NamedTuple):
     """What has happened since the last update: chunks by call, as the tuples that `TokenChunk` is made of, calls that
     ended, and barriers that were reached."""
 
-    chunks: dict[int, list[tuple]]
+    chunks: dict[int, list[tuple[Any, ...]]]
     ended: list[Ended]
     barriers: Sequence[int] = ()
 

@@ -129,7 +129,9 @@ def parse_score(text: str, completion_ids: Sequence[int], start: int) -> list[fl
     return None if any(logp is None for logp in found) else found
 
 
-def prompt_score_body(model: str, salt: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> dict:
+def prompt_score_body(
+    model: str, salt: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]
+) -> dict[str, Any]:
     """The request for log-probs of a text at temperature 1, for servers without `logprob_token_ids`."""
     body = {**_common(model, salt), "prompt": [*prompt_ids, *completion_ids], "max_tokens": 1, "prompt_logprobs": 0}
     return body | {"temperature": 1.0, "ignore_eos": True}
@@ -154,7 +156,7 @@ def _common(model: str, salt: str) -> dict[str, Any]:
     }
 
 
-def _choices(answer: Any) -> list[dict]:
+def _choices(answer: Any) -> list[dict[str, Any]]:
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise AnswerFault(f"An answer is no completion: {str(answer)[:300]}.")

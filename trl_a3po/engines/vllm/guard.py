@@ -26,7 +26,7 @@ def main() -> None:
     os._exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
 
 
-def _end(child: subprocess.Popen) -> None:
+def _end(child: subprocess.Popen[bytes]) -> None:
     """A chance to say goodbye, then the whole group, this process with it."""
     child.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -14,10 +14,13 @@ import select
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from trl_a3po.engines.vllm.framing import dechunked, lines_of
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 CONNECT_TIMEOUT = 5.0
 _SHOWN = 400  # characters of an answer in an error
@@ -44,7 +47,7 @@ class StatusFault(HttpFault):
         super().__init__(message)
         self.status = status
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type["StatusFault"], tuple[str, int]]:
         return StatusFault, (str(self), self.status)
 
 
@@ -109,10 +112,12 @@ class Call:
     @property
     def has_arrived(self) -> bool:
         """Whether something has come that is still to be read. From any thread."""
+        if self._socket is None:  # not connected yet
+            return False
         poller = select.poll()
         try:
             poller.register(self._socket, select.POLLIN)
-        except (TypeError, ValueError):  # not connected yet, or closed
+        except ValueError:  # closed
             return False
         return bool(poller.poll(0))
 
@@ -169,7 +174,7 @@ def _connection(base_url: str, timeout: float) -> tuple[http.client.HTTPConnecti
         return _UnixConnection(base_url.removeprefix("unix://"), timeout), ""
     url = urlsplit(base_url)
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    return kind(url.hostname, url.port, timeout=timeout), url.path.rstrip("/")
+    return kind(url.hostname or "", url.port, timeout=timeout), url.path.rstrip("/")
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -178,11 +183,12 @@ class _UnixConnection(http.client.HTTPConnection):
     def __init__(self, path: str, timeout: float):
         super().__init__("localhost", timeout=timeout)
         self._path = path
+        self._connect_timeout = timeout
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        deadline = time.monotonic() + self.timeout
+        self.sock.settimeout(self._connect_timeout)
+        deadline = time.monotonic() + self._connect_timeout
         while True:
             try:
                 return self.sock.connect(self._path)
@@ -228,7 +234,7 @@ class _DeadlineSocket:
         self._aim()
         self._socket.sendall(data)
 
-    def makefile(self, mode: str) -> io.BufferedReader:
+    def makefile(self, mode: str) -> "io.BufferedReader[_Reader]":
         self._file = io.BufferedReader(_Reader(self), _MOST)
         return self._file
 
@@ -237,7 +243,7 @@ class _DeadlineSocket:
         while data := self._file.read1(_MOST):
             yield data
 
-    def receive_into(self, buffer) -> int:
+    def receive_into(self, buffer: "WriteableBuffer") -> int:
         self._aim()
         return self._socket.recv_into(buffer)
 
@@ -258,5 +264,5 @@ class _Reader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: "WriteableBuffer") -> int:
         return self._deadline_socket.receive_into(buffer)

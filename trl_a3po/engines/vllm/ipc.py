@@ -72,7 +72,9 @@ class IpcTransfer:
             self._lives[member] = member.lives
         member.server.post("/start_weight_update")
 
-    def _send_bucket(self, members: Sequence[PooledServer], bucket: Named, lost) -> list[PooledServer]:
+    def _send_bucket(
+        self, members: Sequence[PooledServer], bucket: Named, lost: Callable[[PooledServer, str], None]
+    ) -> list[PooledServer]:
         torch.cuda.synchronize(self._device)  # the copies may still be being made
         uuid = str(torch.cuda.get_device_properties(self._device).uuid)
 
@@ -85,7 +87,10 @@ class IpcTransfer:
         return done
 
     def _each(
-        self, members, step: Callable[[PooledServer], Any], lost: Callable[[PooledServer, str], None]
+        self,
+        members: Sequence[PooledServer],
+        step: Callable[[PooledServer], Any],
+        lost: Callable[[PooledServer, str], None],
     ) -> list[PooledServer]:
         """Do one step on all members at a time; those that took it."""
         done = []
@@ -116,7 +121,7 @@ def is_here(url: str) -> bool:
     if host is None:  # a socket in the file system
         return True
     try:
-        addresses = {info[4][0].partition("%")[0] for info in socket.getaddrinfo(host, None)}
+        addresses = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False
     return any(ipaddress.ip_address(address).is_loopback or _can_be_bound(address) for address in addresses)

@@ -89,7 +89,10 @@ class NcclTransfer:
             self.forget(member)
 
     def _each(
-        self, members, step: Callable[[PooledServer], Any], lost: Callable[[PooledServer, str], None]
+        self,
+        members: Sequence[PooledServer],
+        step: Callable[[PooledServer], Any],
+        lost: Callable[[PooledServer, str], None],
     ) -> list[PooledServer]:
         done = []
         for member in members:
@@ -152,7 +155,7 @@ class NcclTransfer:
             packed_nccl_broadcast_producer(iter(bucket), self._groups[member], 0, lambda item: item[1])
             torch.cuda.synchronize(self._device)
 
-    def _both(self, member: PooledServer, ours: Future, theirs: Future) -> Any:
+    def _both(self, member: PooledServer, ours: Future[Any], theirs: Future[Any]) -> Any:
         """Wait for both ends, ours first to be known as failed by theirs."""
         try:
             theirs.result(LOAD_TIMEOUT)
@@ -188,9 +191,9 @@ def buckets(
         yield run
 
 
-def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future:
+def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
     """Run it in a thread that does not keep this process from its end: what waits for NCCL may do so for ever."""
-    future: Future = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
@@ -206,10 +209,12 @@ def _address_towards(host: str) -> str:
     """Our own address as `host` sees it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
-        return probe.getsockname()[0]
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("", 0))
-        return free.getsockname()[1]
+        port: int = free.getsockname()[1]
+        return port

@@ -72,7 +72,6 @@ class OwnServer:
             max_restarts=self.max_restarts,
         )
         try:
-            process.start()
             process.wait_until_ready(timeout)
         except BaseException:
             process.stop()

@@ -52,7 +52,7 @@ IDLE_TIMEOUT = 60.0  # seconds for calls to return once a server has ended them
 class ServerPool:
     """
     Args:
-        servers: at least one.
+        servers: at least one, each with what it says of itself.
         sampling: the same for every request.
         streams: tokens are taken as they come (see the versions above).
         request_timeout: seconds for one call.
@@ -61,14 +61,14 @@ class ServerPool:
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: Iterable[tuple[Server, ServerInfo]],
         sampling: SamplingSettings,
         *,
         streams: bool,
         request_timeout: float,
         seeds: bool = False,
     ):
-        self.members = [PooledServer(server) for server in servers]
+        self.members = [PooledServer(server, info) for server, info in servers]
         self._sampling = sampling
         self._streams = streams
         self._request_timeout = request_timeout
@@ -142,10 +142,10 @@ class ServerPool:
             member.info, member.pings_missed = info, 0
             member.state, member.version, member.lives = "behind", -1, member.lives + 1
 
-    def back(self, member: PooledServer) -> None:
-        """A server that answers again carries the current publication."""
+    def back(self, member: PooledServer, served_weights: ServedWeights) -> None:
+        """A server that answers again carries the current publication, `served_weights`."""
         with self._changed:
-            member.state, member.version, member.counted = "live", self._served_weights.version, None
+            member.state, member.version, member.counted = "live", served_weights.version, None
             self.counts["servers_back"] += 1
             self._dispatch()
 
@@ -298,10 +298,10 @@ class ServerPool:
                 return
             member = min(candidates, key=lambda m: m.load / m.info.max_num_seqs)
             self._jobs.remove(job)
-            self._call(job, member)
+            self._call(job, member, self._served_weights)
 
-    def _call(self, job: Job, member: PooledServer) -> None:
-        served_weights, done = self._served_weights, len(job.sequences[0].token_ids)
+    def _call(self, job: Job, member: PooledServer, served_weights: ServedWeights) -> None:
+        done = len(job.sequences[0].token_ids)
         seed = noise_seed(self._sampling.seed, job.group.request.noise_key, job.number, done) if self._seeds else None
         body = completion_body(
             self._sampling,
@@ -331,11 +331,11 @@ class ServerPool:
                         except AnswerFault as fault:
                             self._calls.end(number)
                             self._returned(call, fault)
-                for number, fault, error in update.ended:
-                    if call := self._in_flight.get(number):
-                        self._returned(call, fault)
-                    if error is not None:
-                        self._end_with(f"A call of the vLLM engine failed by itself:\n{error}")
+                for ended in update.ended:
+                    if call := self._in_flight.get(ended.number):
+                        self._returned(call, ended.fault)
+                    if ended.error is not None:
+                        self._end_with(f"A call of the vLLM engine failed by itself:\n{ended.error}")
                 self._dispatch()
                 self._changed.notify_all()
         except BaseException:

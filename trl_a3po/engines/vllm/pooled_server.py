@@ -34,8 +34,8 @@ class PooledServer:
     published to; "down": out of reach."""
 
     server: Server
+    info: ServerInfo  # what it said of itself when it last answered after it had been out of reach
     state: Literal["live", "behind", "down"] = "down"
-    info: ServerInfo | None = None
     running: set[InFlightCall] = field(default_factory=set)
     version: int = -1
     received: int = 0  # tokens since `counted`

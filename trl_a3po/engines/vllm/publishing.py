@@ -15,6 +15,7 @@ What happens to rollouts in flight (`keeps`):
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from trl_a3po.engines.vllm.adapter_folders import PREFIX, AdapterFolders
 from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
@@ -48,7 +49,7 @@ class AdapterPublishing:
         in_use = pool.in_use()
         for name in folders.outdated():
             if name not in in_use:
-                on_all(pool, carriers, lambda member, name=name: member.server.unload_adapter(name))
+                on_all(pool, carriers, partial(_unload, name=name))
                 folders.remove(name)
 
     def bring_up(self, member: PooledServer) -> None:
@@ -89,6 +90,10 @@ class AdapterPublishing:
     def _interrupt(self, member: PooledServer) -> None:
         self._pool.abort_calls(member, all_of_them=False)
         member.server.resume()
+
+
+def _unload(member: PooledServer, name: str) -> None:
+    member.server.unload_adapter(name)
 
 
 class WeightsPublishing:

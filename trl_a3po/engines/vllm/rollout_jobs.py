@@ -52,6 +52,11 @@ class PartialRollout:
         if chunk.finish in ("stop", "length"):
             self.finish = chunk.finish
 
+    def rollout(self) -> Rollout:
+        if self.finish is None:
+            raise ValueError("The rollout is not finished.")
+        return Rollout(self.token_ids, self.logps, self.versions, self.finish)
+
 
 @dataclass(slots=True, eq=False)
 class PartialGroup:
@@ -68,8 +73,7 @@ class PartialGroup:
         return all(sequence.finish for sequence in self.sequences)
 
     def event(self) -> GroupFinished | GroupFailed:
-        rollouts = [Rollout(s.token_ids, s.logps, s.versions, s.finish) for s in self.sequences]
-        return GroupFinished(self.request.request_id, rollouts)
+        return GroupFinished(self.request.request_id, [sequence.rollout() for sequence in self.sequences])
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +112,7 @@ class Job:
 class JobQueue:
     """Jobs that wait for a server, in order; those cut off go first."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
 
     def append(self, job: Job) -> None:

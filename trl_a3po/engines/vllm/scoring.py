@@ -41,7 +41,14 @@ def score(
     return found
 
 
-def _of_the_prompt(server, served_weights, sampling, prompt_ids, completion_ids, timeout) -> list[float]:
+def _of_the_prompt(
+    server: Server,
+    served_weights: ServedWeights,
+    sampling: SamplingSettings,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    timeout: float,
+) -> list[float]:
     """The same where the server has no `logprob_token_ids`: a prompt's log-probs know no temperature, no filter."""
     if sampling.temperature != 1.0:
         raise AnswerFault(

@@ -56,16 +56,15 @@ class ServerProcess:
         self._log = log
         self._socket: Path | None = None
         if port is None:
-            folder = _private_folder()
-            self._socket = folder / "vllm.sock"
-            url, where = f"unix://{self._socket}", ("--uds", str(self._socket))
+            self._socket = _private_folder() / "vllm.sock"
+            url, where = f"unix://{self._socket}", ["--uds", str(self._socket)]
         else:
-            folder = ""
-            url, where = f"http://127.0.0.1:{port}", ("--host", "127.0.0.1", "--port", str(port))
+            url, where = f"http://127.0.0.1:{port}", ["--host", "127.0.0.1", "--port", str(port)]
+        folder = "" if self._socket is None else str(self._socket.parent)  # the guard removes it
         self.server = Server(url)
         model, *options = server_arguments(requirements)
         self._command = [
-            *(sys.executable, "-P", guard.__file__, str(os.getpid()), str(folder)),
+            *(sys.executable, "-P", guard.__file__, str(os.getpid()), folder),
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
             *(*where, *options),
         ]
@@ -80,14 +79,18 @@ class ServerProcess:
                 self._environment.setdefault(name, value)
         if device.type == "cuda":
             self._environment["CUDA_VISIBLE_DEVICES"] = _physical(device)
-        self._process: subprocess.Popen | None = None
         self._stopping = False
+        try:
+            self._process = self._start()
+        except BaseException:
+            self._remove_socket()
+            raise
 
-    def start(self) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)  # of the one that died
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,  # never written: it ends when we do
                 stdout=log,
@@ -120,18 +123,22 @@ class ServerProcess:
                 f"engine_restarts={self._max_restarts} times. {self.log_tail}"
             )
         self.restarts += 1
-        self.start()
+        self._process = self._start()
 
     def stop(self) -> None:
         self._stopping = True
-        if self._process is not None and self._process.poll() is None:
-            self._process.stdin.close()  # asks the guard to end everything
+        if self._process.poll() is None:
+            if self._process.stdin is not None:
+                self._process.stdin.close()  # asks the guard to end everything
             try:
                 self._process.wait(_STOP_TIMEOUT)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
+        self._remove_socket()
+
+    def _remove_socket(self) -> None:
         if self._socket is not None:
             shutil.rmtree(self._socket.parent, ignore_errors=True)
 

@@ -120,7 +120,7 @@ class ServerWatch:
             except HttpFault as fault:
                 self._pool.lost(member, str(fault))
                 return
-            self._pool.back(member)
+            self._pool.back(member, served_weights)
         logger.warning("%s is back and carries version %d.", member.server.url, served_weights.version)
 
     def _note_outage(self) -> None:

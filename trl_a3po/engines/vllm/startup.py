@@ -134,7 +134,8 @@ def served_config(serves: str) -> Mapping[str, Any]:
         if not isinstance(cached, str):
             return {}
         file = Path(cached)
-    return json.loads(file.read_text())
+    config: dict[str, Any] = json.loads(file.read_text())
+    return config
 
 
 def _no_dev_mode() -> list[str]:

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -26,12 +26,14 @@ from trl_a3po.engines.vllm.adapter_support import adapter_obstacle
 from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
 from trl_a3po.engines.vllm.folders import EngineFolder
 from trl_a3po.engines.vllm.http import ConnectionFault, HttpFault, StatusFault
+from trl_a3po.engines.vllm.ipc import IpcTransfer
+from trl_a3po.engines.vllm.nccl import NcclTransfer
 from trl_a3po.engines.vllm.opening import OwnServer, await_servers, server_requirements
 from trl_a3po.engines.vllm.pool import ServerPool
 from trl_a3po.engines.vllm.pooled_server import PooledServer, ServedWeights
 from trl_a3po.engines.vllm.publishing import AdapterPublishing, WeightsPublishing
 from trl_a3po.engines.vllm.scoring import score
-from trl_a3po.engines.vllm.server import Server
+from trl_a3po.engines.vllm.server import Server, ServerInfo
 from trl_a3po.engines.vllm.server_process import ServerProcess
 from trl_a3po.engines.vllm.server_watch import ServerWatch
 from trl_a3po.engines.vllm.startup import check_server
@@ -42,6 +44,15 @@ from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupRequest, Sam
 from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 
 logger = logging.getLogger(__name__)
+
+ScoredTokens = tuple[tuple[int, ...], tuple[int, ...]]  # of a prompt and of its completion
+
+
+class _Serving(NamedTuple):
+    """What an engine has from its start on."""
+
+    pool: ServerPool
+    publishing: AdapterPublishing | WeightsPublishing
 
 
 class VLLMEngine:
@@ -104,21 +115,20 @@ class VLLMEngine:
         self._context = context
         self._start_timeout = start_timeout
         self._request_timeout = request_timeout
-        self._watch_settings = {"outage_timeout": outage_timeout, "poll": poll}
-        self._pool: ServerPool | None = None
+        self._watch_settings: dict[str, Any] = {"outage_timeout": outage_timeout, "poll": poll}
+        self._serving: _Serving | None = None
         self._watch: ServerWatch | None = None
         self._process: ServerProcess | None = None
-        self._publishing: AdapterPublishing | WeightsPublishing | None = None
         self._names: set[str] = set()
         self._version = -1
         self._publish_seconds = 0.0
-        self._scorers: dict[tuple, str] = {}
+        self._scorers: dict[ScoredTokens, str] = {}
         self._closed = False
 
     # --- beginning and end --------------------------------------------------------------------------------------
 
     def start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
-        if self._pool is not None or self._closed:
+        if self._serving is not None or self._closed:
             raise EngineError("An engine is started once: make a new one.")
         if not update.complete:
             raise ValueError("The first update must be complete.")
@@ -151,40 +161,40 @@ class VLLMEngine:
             return
         self._closed = True
         try:
-            if self._pool is not None:
-                self._pool.close()
+            if self._serving is not None:
+                self._serving.pool.close()
                 if self._watch is not None:
                     self._watch.join()
-                for member in self._pool.members:
-                    self._leave(member)
+                for member in self._serving.pool.members:
+                    self._leave(member, self._serving)
         finally:
             if self._process is not None:
                 self._process.stop()
-            if self._publishing is not None:
-                self._publishing.close()
+            if self._serving is not None:
+                self._serving.publishing.close()
             self._folder.remove()
 
     # --- the protocol -------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        self._started().submit(requests)
+        self._started().pool.submit(requests)
 
     def wait(self, timeout: float) -> list[EngineEvent]:
-        return self._started().wait(timeout)
+        return self._started().pool.wait(timeout)
 
     def cancel(self, request_ids: Sequence[int]) -> None:
-        self._started().cancel(request_ids)
+        self._started().pool.cancel(request_ids)
 
     def publish(self, update: WeightUpdate) -> None:
         """See `Engine.publish`. Raises `ValueError` when the update does not fit the weights the engine was started
         with, or is older than the version published last."""
-        began, pool = time.monotonic(), self._started()
-        pool.raise_if_over()
+        began, serving = time.monotonic(), self._started()
+        serving.pool.raise_if_over()
         check_names(self._names, update)
         if update.version < self._version:
             raise ValueError(f"Version {update.version} cannot be published after version {self._version}.")
-        with pool.changing:
-            self._publish(update)
+        with serving.pool.changing:
+            self._publish(serving.publishing, update)
         self._version = update.version
         self._publish_seconds = time.monotonic() - began
 
@@ -193,18 +203,18 @@ class VLLMEngine:
     ) -> tuple[list[float], int]:
         """See `Engine.score`. A text is always scored by the same server, as long as that can be reached: with as many
         texts as servers, a check sees all of them."""
-        pool = self._started()
+        pool, publishing = self._started()
         if not prompt_ids or not completion_ids:
             raise ValueError("There are no tokens to score.")
         deadline, key = time.monotonic() + timeout, (tuple(prompt_ids), tuple(completion_ids))
         fault: Exception | None = None
         while time.monotonic() < deadline:
             pool.raise_if_over()
-            member = self._scorer(key)
+            member = self._scorer(pool, key)
             if member is None:
                 time.sleep(0.1)
                 continue
-            served_weights = ServedWeights(self._version, self._model_name(member), f"score-{uuid.uuid4().hex}")
+            served_weights = ServedWeights(self._version, publishing.model_name(member), f"score-{uuid.uuid4().hex}")
             try:
                 left = max(1.0, deadline - time.monotonic())
                 logps = score(member.server, served_weights, self._sampling, *key, timeout=left)
@@ -227,7 +237,7 @@ class VLLMEngine:
         """`extra`: servers that carry the current version, and counts since the start: of servers lost and back, of
         calls that failed, for their limit, for garbage; of tokens whose version is a bound; bytes of the last
         publish."""
-        pool = self._started()
+        pool, publishing = self._started()
         active, waiting, busy_seconds, counts = pool.numbers()
         return EngineStats(
             tokens=pool.tokens,
@@ -237,8 +247,7 @@ class VLLMEngine:
             restarts=self._process.restarts if self._process else 0,
             publish_seconds=self._publish_seconds,
             awaits_publish=pool.is_behind,
-            extra={name: float(count) for name, count in counts.items()}
-            | {"published_bytes": self._publishing.last_bytes},
+            extra={name: float(count) for name, count in counts.items()} | {"published_bytes": publishing.last_bytes},
         )
 
     @property
@@ -251,71 +260,76 @@ class VLLMEngine:
     def _start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
         if not self._urls:
             self._process = self._own.start(self._requirements, spec, update, self._root, self._start_timeout)
-        servers = [Server(url) for url in self._urls] or [self._process.server]
+        servers = [Server(url) for url in self._urls] if self._process is None else [self._process.server]
         found = await_servers(servers, self._requirements, self._start_timeout)
         for server, info in zip(servers, found, strict=True):
             check_server(server.url, info, self._requirements)
-        sends_adapters = spec.peft_config is not None
-        self._pool = ServerPool(
-            servers,
-            sampling,
-            streams=self._keeps and not sends_adapters,
-            request_timeout=self._request_timeout,
-            seeds=self._deterministic,
-        )
-        if sends_adapters:
-            folders = AdapterFolders(self._root, spec, self._kept_versions)
-            self._publishing = AdapterPublishing(self._pool, folders, keeps=self._keeps)
-        else:
-            transfer = weight_transfer(self._transfer, self._trainer_device, [server.url for server in servers], found)
-            folder = CheckpointFolder(self._root, spec)
-            self._publishing = WeightsPublishing(self._pool, folder, transfer, keeps=self._keeps, run=self._root.name)
-        for member, info in zip(self._pool.members, found, strict=True):
-            self._pool.admit(member, info)
-            self._publishing.clean(member)
-        self._publish(update)
+        pool, publishing = self._serving = self._serve(spec, sampling, list(zip(servers, found, strict=True)))
+        for member, info in zip(pool.members, found, strict=True):
+            pool.admit(member, info)
+            publishing.clean(member)
+        self._publish(publishing, update)
         self._version = update.version
-        if down := [member for member in self._pool.members if member.state != "live"]:
+        if down := [member for member in pool.members if member.state != "live"]:
             raise EngineError(
                 f"The vLLM server at {down[0].server.url} did not take the first weights: {down[0].last_fault} If "
                 f"{down[0].info.serves!r}, which it serves, is another model than the trained one, start it with "
-                f"that. {self._publishing.hint}"
+                f"that. {publishing.hint}"
             )
         self._watch = ServerWatch(
-            self._pool,
+            pool,
             check=lambda server, info: check_server(server.url, info, self._requirements),
-            deliver=self._publishing.bring_up if self._publishing.brings_up else None,
+            deliver=publishing.bring_up if publishing.brings_up else None,
             keep_alive=self._process.keep_alive if self._process else lambda: None,
             **self._watch_settings,
         )
         self._watch.start()
 
-    def _publish(self, update: WeightUpdate) -> None:
+    def _serve(
+        self, spec: PolicySpec, sampling: SamplingSettings, servers: list[tuple[Server, ServerInfo]]
+    ) -> _Serving:
+        transfer: NcclTransfer | IpcTransfer | None = None
+        if spec.peft_config is None:
+            urls, found = [server.url for server, _ in servers], [info for _, info in servers]
+            transfer = weight_transfer(self._transfer, self._trainer_device, urls, found)
+        pool = ServerPool(
+            servers,
+            sampling,
+            streams=self._keeps and spec.peft_config is None,
+            request_timeout=self._request_timeout,
+            seeds=self._deterministic,
+        )
+        if spec.peft_config is None:
+            folder = CheckpointFolder(self._root, spec)
+            return _Serving(pool, WeightsPublishing(pool, folder, transfer, keeps=self._keeps, run=self._root.name))
+        folders = AdapterFolders(self._root, spec, self._kept_versions)
+        return _Serving(pool, AdapterPublishing(pool, folders, keeps=self._keeps))
+
+    def _publish(self, publishing: AdapterPublishing | WeightsPublishing, update: WeightUpdate) -> None:
         try:
-            self._publishing.publish(update)
+            publishing.publish(update)
         except OSError as error:
             raise EngineError(
                 f"Version {update.version} could not be written to {self._root}: {error}. Free space there, or set "
                 "vllm_weights_dir to another folder that the servers can read."
             ) from error
 
-    def _leave(self, member: PooledServer) -> None:
+    def _leave(self, member: PooledServer, serving: _Serving) -> None:
         """Have a server that was not started here stop what it does for us, as far as it still answers."""
         if self._process is not None or member.state == "down":
             return
         try:
-            if self._pool.was_busy:
+            if serving.pool.was_busy:
                 member.server.pause("abort")
                 member.server.resume()
-            if self._publishing is not None:
-                self._publishing.leave(member)
+            serving.publishing.leave(member)
         except HttpFault as fault:
             logger.warning("%s", fault)
 
     # --- scoring ------------------------------------------------------------------------------------------------
 
-    def _scorer(self, key: tuple) -> PooledServer | None:
-        live = {member.server.url: member for member in self._pool.live()}
+    def _scorer(self, pool: ServerPool, key: ScoredTokens) -> PooledServer | None:
+        live = {member.server.url: member for member in pool.live()}
         if not live:
             return None
         if self._scorers.get(key) not in live:
@@ -323,18 +337,15 @@ class VLLMEngine:
             self._scorers[key] = min(live, key=used.count)
         return live[self._scorers[key]]
 
-    def _model_name(self, member: PooledServer) -> str:
-        return self._publishing.model_name(member)
-
-    def _started(self) -> ServerPool:
+    def _started(self) -> _Serving:
         if os.getpid() != self._owner:
             raise EngineError(
                 f"The vLLM engine of process {self._owner} cannot be used in process {os.getpid()}, which was forked "
                 "from it: use it where it was started, or start another one there."
             )
-        if self._pool is None:
+        if self._serving is None:
             raise EngineError("The engine was not started: call start(spec, sampling, update) first.")
-        return self._pool
+        return self._serving
 
 
 def _trained(update: WeightUpdate) -> set[str]:

@@ -81,7 +81,7 @@ def weight_transfer(
     if setting == "auto" and backend is not None:
         obstacle = _obstacle(backend, trainer, urls, found)
         if obstacle is None:
-            setting = backend
+            setting = "nccl" if backend == "nccl" else "ipc"  # `_obstacle` knows no other
         else:
             logger.warning(
                 "The vLLM servers were started to take weights by %r, but %s: they go by disk. Set "
