@@ -192,12 +192,7 @@ def draw(histories: dict[tuple[str, int], list[list[dict[str, float]]]], path: P
     )
     for (method, d), runs in histories.items():
         for row, (_, value) in enumerate(panels):
-            series = [[value(entry) for entry in history] for history in runs]
-            mean = [statistics.mean(step) for step in zip(*series, strict=True)]
-            panel, steps = axes[row][staleness.index(d)], range(1, len(mean) + 1)
-            lows, highs = zip(*((min(step), max(step)) for step in zip(*series, strict=True)), strict=True)
-            panel.fill_between(steps, lows, highs, color=COLOURS[method], alpha=0.15, linewidth=0)
-            panel.plot(steps, mean, color=COLOURS[method], linewidth=1.8, label=method)
+            draw_method(axes[row][staleness.index(d)], method, [[value(entry) for entry in run] for run in runs])
     for column, d in enumerate(staleness):
         axes[0][column].set_title(f"staleness {d}", loc="left", fontweight="bold")
         axes[-1][column].set_xlabel("optimizer step")
@@ -208,6 +203,15 @@ def draw(histories: dict[tuple[str, int], list[list[dict[str, float]]]], path: P
     axes[0][-1].legend(frameon=False, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def draw_method(axes, method: str, runs: list[list[float]]) -> None:
+    """The mean of the runs at each step, in a band from the smallest to the largest value."""
+    by_step = list(zip(*runs, strict=True))
+    steps, lows, highs = range(1, len(by_step) + 1), [min(values) for values in by_step], [max(v) for v in by_step]
+    axes.fill_between(steps, lows, highs, color=COLOURS[method], alpha=0.15, linewidth=0)
+    means = [statistics.mean(values) for values in by_step]
+    axes.plot(steps, means, color=COLOURS[method], linewidth=1.8, label=method)
 
 
 def main():
