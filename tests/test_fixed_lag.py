@@ -135,7 +135,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_s
 
 @pytest.mark.parametrize("settings", [{}, EVALUATED, {"num_iterations": 2, "weight_sync_steps": 2, **EVALUATED}])
 def test_timing_changes_nothing(tmp_path, model_path, settings):
-    """Not even what a reward with a state sees, nor the trainer's state that it is told."""
+    """Not even what a reward with a state sees, nor the trainer's state that it receives."""
     runs = [
         train(tmp_path / str(seed), model_path, SlowEngine(seed), reward_seed=seed, **settings) for seed in range(3)
     ]

@@ -1,4 +1,4 @@
-"""SIGKILL at random points, resumed each time: along the final lineage every prompt is trained once (invariant 10)."""
+"""SIGKILL at random points, resumed each time: along the final lineage every prompt is trained once."""
 
 import json
 import os

@@ -1,7 +1,8 @@
-"""`StepNormalizer`: for loss types that divide by the tokens of an optimizer step, before these are known.
+"""`StepNormalizer`: for loss types that divide by the tokens of an optimizer step, before their number is known.
 
-Guarantees: after the last micro-step of a period, gradients and logged loss are those of dividing every micro-batch's
-sum by the period's tokens from the beginning, whichever groups came first.
+Guarantees: after the last micro-step of a period, the gradients and the logged loss are the same as if the loss of
+every micro-batch had been divided by the number of tokens of the period from the beginning, whichever groups came
+first.
 """
 
 from collections.abc import Iterable
@@ -12,12 +13,14 @@ STEP_NORMALIZED_LOSS_TYPES = ("dapo", "cispo", "vespo")  # divided by the tokens
 
 
 class StepNormalizer:
-    """Divides each micro-batch's loss by a guess of the period's tokens, and corrects for it once, by one factor on
-    the gradients, which are linear in the loss. Periodic Asynchrony (arXiv 2511.18871) begins to train before the
-    last tokens of a period are sampled.
+    """Divides the loss of each micro-batch by a guess of the period's number of tokens, and corrects the guess at the
+    end of the period, by one factor on the gradients, which are linear in the loss.
+
+    The number is not known before, because Periodic Asynchrony (arXiv 2511.18871) begins to train before the last
+    tokens of a period are sampled.
 
     Args:
-        micro_steps: micro-steps of a period.
+        micro_steps: micro-steps per period.
     """
 
     def __init__(self, micro_steps: int):
@@ -26,8 +29,13 @@ class StepNormalizer:
         self._loss = torch.tensor(0.0)
 
     def guess(self, number: int, tokens: torch.Tensor) -> torch.Tensor:
-        """What to divide by in micro-step `number` (from 0), whose completions have `tokens` (0-dim, all processes)
-        tokens: the same in every micro-step of a period, and near to its tokens."""
+        """The number to divide the loss of a micro-step by. It is the same in every micro-step of a period, and close
+        to the period's number of tokens.
+
+        Args:
+            number: number of the micro-step in its period, 0-based.
+            tokens: completion tokens of the micro-step in all processes, 0-dim.
+        """
         if number == 0:
             self._guess, self._tokens = tokens.clamp(min=1) * self._micro_steps, torch.zeros_like(tokens)
             self._loss = torch.tensor(0.0)
@@ -35,8 +43,11 @@ class StepNormalizer:
         return self._guess
 
     def correct(self, number: int, loss: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-        """After the backward of micro-step `number`: the loss to log for it; after the period's last one, the
-        gradients of `parameters` are scaled, and the losses logged for the period add up to its own."""
+        """Call it after the backward pass of micro-step `number`. Returns the loss to log for this micro-step.
+
+        After the last micro-step of a period, it scales the gradients of `parameters`, and the losses that it has
+        returned for the period add up to the period's loss.
+        """
         self._loss = self._loss.to(loss) + loss
         if number + 1 < self._micro_steps:
             return loss

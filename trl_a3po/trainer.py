@@ -92,6 +92,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     """
 
     args: A3POConfig
+    _take_metrics: TakeMetrics  # of the session, set when it starts
 
     _tag_names: ClassVar = ["trl", "grpo", "a3po"]
     _name = "A3PO"
@@ -133,13 +134,12 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         check_policy(args, self.accelerator.unwrap_model(self.model), sampling_settings(args, self.generation_config))
         check_reward_functions(args, reward_functions(self), self.reward_func_names)
         self.on_group = on_group
-        models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+        models: list[nn.Module] = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         self._training_forward = TrainingForward(args, self.accelerator, models)
         self._team = Team(timeout=args.ddp_timeout + args.stall_timeout)
         self._running = self._trained_before = False
         self._session: Session | None = None  # in the main process, during training
-        self.add_callback(TimelineCallback(lambda: self._session and self._session.timeline))
-        self._take_metrics = TakeMetrics(is_vllm=args.engine == "vllm")
+        self.add_callback(TimelineCallback(lambda: None if self._session is None else self._session.timeline))
         self._loss_metrics = LossMetrics(caches_are_kept=args.kv_on_publish != "recompute")
         normalizes = args.schedule == "periodic" and args.loss_type in STEP_NORMALIZED_LOSS_TYPES
         self._normalizer = StepNormalizer(args.steps_per_generation) if normalizes else None
@@ -240,7 +240,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         number = self._step % self.args.steps_per_generation
         return {**inputs, "num_items_in_batch": self._normalizer.guess(number, inputs["num_items_in_batch"])}
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         number = self._step % self.args.steps_per_generation
         loss = super().training_step(model, inputs, num_items_in_batch)
         return loss if self._normalizer is None else self._normalizer.correct(number, loss, model.parameters())

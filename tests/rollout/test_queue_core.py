@@ -218,7 +218,7 @@ def test_invariants_1_to_4_hold_in_every_run(run):
 
 @settings(max_examples=300, deadline=None)
 @given(runs())
-def test_every_attempt_is_told_of_once_with_its_outcome_and_its_times(run):
+def test_every_attempt_is_reported_once_with_its_outcome_and_its_times(run):
     simulation = Simulation(run).play()
     assert Counter(attempt.outcome for attempt in simulation.attempts) == simulation.core.outcomes().attempt_outcomes
     assert len({(attempt.prompt, attempt.attempt) for attempt in simulation.attempts}) == len(simulation.attempts)

@@ -105,7 +105,7 @@ def run_of(folder: Path) -> str | None:
 
 def written_at(folder: Path) -> float:
     """When the valid checkpoint `folder` was written, by its marker; 0 if its marker does not say."""
-    return _marker(folder).get("written", 0.0)
+    return float(_marker(folder).get("written", 0.0))
 
 
 def checkpoints(output_dir: Path) -> list[Path]:

@@ -76,7 +76,7 @@ class RewardProcess:
         """The pickled score of a pickled group, by a worker that is ready.
 
         Raises:
-            RewardError: a function raised, or returned something that is not one number per completion.
+            RewardError: a function raised, or returned something else than one number or `None` per completion.
             WorkerGone: `timeout` seconds have passed, or the worker died.
         """
         self.process.channel.send(group)
@@ -87,7 +87,7 @@ class RewardProcess:
                 match message:
                     case ("column", column, values):
                         columns[column] = values
-                    case ("scored", score):
+                    case ("scored", bytes(score)):
                         return score
                     case ("failed", what, traceback):
                         raise RewardError(what) from RewardTraceback(traceback)

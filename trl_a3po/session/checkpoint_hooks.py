@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
@@ -31,6 +32,9 @@ class CheckpointHooks(GRPOTrainer):
     """A part of `A3POTrainer`, which sets the attributes that are declared here."""
 
     args: A3POConfig
+    model: PreTrainedModel
+    _buffered_inputs: Any  # the slices of the generation batch, or `None`
+    _logs: dict[str, Any]
     _team: Team
     _session: Session | None
     _running: bool
