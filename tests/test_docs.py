@@ -185,6 +185,10 @@ def test_the_site_has_a_row_for_every_setting(hooks):
     assert settings <= set(re.findall(r"^\| `(\w+)` ", hooks.settings_tables(), re.M))
 
 
+def test_the_site_has_a_row_for_every_objective(hooks):
+    assert re.findall(r"^\| \[`(\w+)`\]", hooks.objectives_table(), re.M) == list(CHOICES["objective"])
+
+
 @pytest.mark.parametrize(
     "uri, written, on_the_site",
     [
