@@ -304,7 +304,8 @@ RUN = {
         {"engine": Engine(lambda e, rs: [Rollout(r.token_ids, r.logps, [*r.versions, 0]) for r in rs])}, EngineError,
         "The lists of a rollout must be aligned token by token"),
     "too few rollouts": (
-        {"engine": Engine(lambda e, rs: rs[:2])}, EngineError, "returned 2 rollouts for prompt 0, but 4 were requested"),
+        {"engine": Engine(lambda e, rs: rs[:2])}, EngineError,
+        "returned 2 rollouts for prompt 0, but 4 were requested"),
     "rollouts of another kind": (
         {"engine": Engine(lambda e, rs: [([4], [-1.0], [0])] * 4)}, EngineError, "returned a tuple for prompt 0"),
     "a token outside the vocabulary": (
