@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -94,9 +94,9 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     args: A3POConfig
     _take_metrics: TakeMetrics  # of the session, set when it starts
 
-    _tag_names: ClassVar = ["trl", "grpo", "a3po"]
+    _tag_names = ["trl", "grpo", "a3po"]  # noqa: RUF012  # declared as in TRL
     _name = "A3PO"
-    _paper: ClassVar = {
+    _paper = {  # noqa: RUF012
         "title": "A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy Approximation",
         "id": "2512.06547",
         "citation": (
@@ -212,7 +212,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
 
     # --- taking a batch -----------------------------------------------------------------------------------------
 
-    def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if self.model.training:
             if not self._running:
                 with self._timed("a3po/time/engine_start"):
@@ -227,8 +227,9 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if not begins_batch:
             return inputs
-        self._buffered_inputs = self._training_forward.arranged(self._buffered_inputs)
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        assert self._buffered_inputs is not None, "GRPOTrainer has just prepared a generation batch"
+        slices = self._buffered_inputs = self._training_forward.arranged(self._buffered_inputs)
+        return slices[self._step % self.args.steps_per_generation]
 
     def _prepare_micro_step(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """The micro-batch of `rows` alone. TRL prepares it, reference forward pass included, while the groups of later

@@ -44,7 +44,7 @@ class TrainingForward:
         ValueError: `packed_forward="on"` or `shared_prompt="on"` for a model that can only be run padded.
     """
 
-    def __init__(self, args: A3POConfig, accelerator: Accelerator, models: list[torch.nn.Module]):
+    def __init__(self, args: A3POConfig, accelerator: Accelerator, models: Sequence[torch.nn.Module]):
         self._args = args
         self._accelerator = accelerator
         self._traces = ZeroTraces(accelerator)
@@ -72,7 +72,7 @@ class TrainingForward:
         kernel = "FlashAttention" if refusal is None else f"SDPA ({refusal})"
         return f"packed, prompts shared {sharing}, attention by {kernel}; the first batch is checked against padded"
 
-    def _refusal(self, models: list[torch.nn.Module]) -> str | None:
+    def _refusal(self, models: Sequence[torch.nn.Module]) -> str | None:
         """Why every forward is padded; `None` where forwards may be packed."""
         if self._args.packed_forward == "off":
             return "packed_forward='off'"

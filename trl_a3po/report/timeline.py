@@ -141,6 +141,7 @@ def read_timeline(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"{run} holds no {NAME}: give the output_dir of a run.")
     lineage: list[dict[str, Any]] = []
+    name: str | None = None
     lineages: dict[str | None, list[dict[str, Any]]] = {}
     saved: dict[tuple[str | None, int], tuple[list[dict[str, Any]], int]] = {}  # a run's checkpoints, and lines so far
     for line in _lines(path):

@@ -62,11 +62,12 @@ def build_queue(
 def take_clock(trainer: "A3POTrainer") -> TakeClock:
     """When the run takes its batches, counted from the beginning of the run, also if it was resumed."""
     args = trainer.args
-    streams = isinstance(trainer.train_dataset, IterableDataset)
+    streams, loader = isinstance(trainer.train_dataset, IterableDataset), trainer.callback_handler.train_dataloader
+    assert loader is not None, "the Trainer has made its dataloader before the first batch is taken"
     return TakeClock(
         micro_steps_per_take=args.micro_steps_per_take,
         accumulation=args.gradient_accumulation_steps,
-        micro_steps_per_epoch=None if streams else len(trainer.callback_handler.train_dataloader),
+        micro_steps_per_epoch=None if streams else len(loader),
         first_version=0,
         last_version=trainer.state.max_steps,
     )

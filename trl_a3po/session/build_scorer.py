@@ -50,7 +50,7 @@ def build_scorer(trainer: "A3POTrainer", state: Callable[[Group], TrainerState])
 
 def reward_functions(trainer: "A3POTrainer") -> list[Callable[..., Any] | None]:
     """The trainer's reward functions, with `None` in place of a reward model, which TRL runs itself."""
-    return [None if isinstance(func, nn.Module) else func for func in trainer.reward_funcs]
+    return [None if isinstance(func, (str, nn.Module)) else func for func in trainer.reward_funcs]
 
 
 class PublishedStates:
@@ -102,5 +102,5 @@ def state_snapshot(state: TrainerState) -> TrainerState:
     shared)."""
     snapshot = copy.copy(state)
     snapshot.log_history = list(state.log_history)
-    snapshot.stateful_callbacks = dict(state.stateful_callbacks)
+    snapshot.stateful_callbacks = copy.copy(state.stateful_callbacks)
     return snapshot

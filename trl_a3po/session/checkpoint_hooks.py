@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
@@ -32,9 +33,15 @@ class CheckpointHooks(GRPOTrainer):
     """A part of `A3POTrainer`, which sets the attributes that are declared here."""
 
     args: A3POConfig
-    model: PreTrainedModel
-    _buffered_inputs: Any  # the slices of the generation batch, or `None`
+    model: PreTrainedModel  # or a PeftModel, which has the attributes of the model that it wraps
+    processing_class: PreTrainedTokenizerBase
+    train_dataset: Dataset | IterableDataset
+    shuffle_dataset: bool
+    max_completion_length: int
+    num_generations_eval: int
     _logs: dict[str, Any]
+    _buffered_inputs: Any  # the slices of the generation batch, or `None`
+    _signature_columns: Any  # a list of names, or `None` before the first use
     _team: Team
     _session: Session | None
     _running: bool
