@@ -227,7 +227,6 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if not begins_batch:
             return inputs
-        assert self._buffered_inputs is not None, "GRPOTrainer has just prepared a generation batch"
         slices = self._buffered_inputs = self._training_forward.arranged(self._buffered_inputs)
         return slices[self._step % self.args.steps_per_generation]
 

@@ -62,7 +62,7 @@ def varlen_attention(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if window is not None and row.longest <= window:
         window = None
-    output: torch.Tensor = MergedAttention.apply(q, k, v, plan, scaling, window, FLASH)
+    output: torch.Tensor = MergedAttention.apply(q, k, v, plan, scaling, window, FLASH)  # type: ignore[no-untyped-call]  # torch's
     return output[None]
 
 
