@@ -1,7 +1,8 @@
 """Helpers for tests of training code: an engine without a process, and scripted completions.
 
-`StubEngine` samples nothing: completions come from a function, log-probs from its own replica of the published policy,
-all at once, in `submit`. A run with it is exact and quick, so a test can hold a trainer against a formula.
+`StubEngine` samples nothing. Its completions come from a function, and their log-probs from its own replica of the
+published policy; both are computed in `submit`. A run with it is exact and fast, so a test can hold a trainer against a
+formula.
 """
 
 import random
@@ -11,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from trl_a3po.engines.usage import NOT_STARTED, check_start, check_version_order
+from trl_a3po.errors import EngineError
 from trl_a3po.models.replica import build_replica, load_update
 from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupFinished, GroupRequest, SamplingSettings
 from trl_a3po.protocol.records import Rollout
@@ -20,7 +23,8 @@ Completion = Callable[[Sequence[int], int], list[int]]
 
 
 def scripted_completion(vocab_size: int, max_new_tokens: int, first_token: int = 3) -> Completion:
-    """`(prompt_ids, rollout number) -> token ids`: arbitrary, of length 1 to `max_new_tokens`, always the same."""
+    """A function `(prompt_ids, rollout number) -> token ids`. The tokens are arbitrary but always the same, 1 to
+    `max_new_tokens` of them, with ids from `first_token` to `vocab_size - 1`."""
 
     def complete(prompt_ids: Sequence[int], rollout: int) -> list[int]:
         noise = random.Random(repr((list(prompt_ids), rollout)))
@@ -36,34 +40,43 @@ class StubEngine:
         complete: `(prompt_ids, rollout number) -> token ids` of the completion.
     """
 
-    def __init__(self, complete: Completion):
+    def __init__(self, complete: Completion) -> None:
         self.complete = complete
         self.version: int | None = None
         self.published: list[int] = []
         self.requests: list[GroupRequest] = []
         self.closed = False
+        self._replica: torch.nn.Module | None = None
+        self._sampling: SamplingSettings | None = None
         self._events: list[EngineEvent] = []
         self._lock = threading.RLock()  # publish comes from the main thread, submit from the queue's
         self._tokens = 0
 
     def start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
+        check_start(update, used=False)  # a stub may be started again, for another run
         self._replica = build_replica(spec, torch.device("cpu"))
         self._sampling = sampling
+        self.version = None
         self.closed = False
         self.publish(update)
 
     def publish(self, update: WeightUpdate) -> None:
+        replica, _ = self._started()
+        if self.version is not None:
+            check_version_order(update, self.version)
         with self._lock:
-            load_update(self._replica, update)
+            load_update(replica, update)
             self.version = update.version
             self.published.append(update.version)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
+        self._started()
         with self._lock:
             self.requests.extend(requests)
             self._events.extend(GroupFinished(request.request_id, self._rollouts(request)) for request in requests)
 
     def wait(self, timeout: float) -> list[EngineEvent]:
+        self._started()
         with self._lock:
             events, self._events = self._events, []
         if not events:
@@ -71,15 +84,20 @@ class StubEngine:
         return events
 
     def cancel(self, request_ids: Sequence[int]) -> None:
+        self._started()
         cancelled = set(request_ids)
-        self._events = [event for event in self._events if event.request_id not in cancelled]
+        with self._lock:
+            self._events = [event for event in self._events if event.request_id not in cancelled]
 
     def score(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], timeout: float
     ) -> tuple[list[float], int]:
+        replica, sampling = self._started()
+        if not prompt_ids or not completion_ids:
+            raise ValueError("There are no tokens to score.")
         with self._lock:
-            logps = completion_logps(self._replica, prompt_ids, completion_ids, self._sampling.temperature)
-            return logps.tolist(), self.version
+            logps = completion_logps(replica, prompt_ids, completion_ids, sampling.temperature)
+            return logps.tolist(), self._version()
 
     def stats(self) -> EngineStats:
         return EngineStats(tokens=self._tokens)
@@ -87,14 +105,25 @@ class StubEngine:
     def close(self) -> None:
         self.closed = True
 
+    def _started(self) -> tuple[torch.nn.Module, SamplingSettings]:
+        if self._replica is None or self._sampling is None:
+            raise EngineError(NOT_STARTED)
+        return self._replica, self._sampling
+
+    def _version(self) -> int:
+        if self.version is None:
+            raise EngineError(NOT_STARTED)
+        return self.version
+
     def _rollouts(self, request: GroupRequest) -> list[Rollout]:
+        replica, sampling = self._started()
         rollouts = []
         for number in range(request.num_rollouts):
             token_ids = self.complete(request.prompt_ids, number)
-            logps = completion_logps(self._replica, request.prompt_ids, token_ids, self._sampling.temperature)
-            stops = token_ids[-1] in self._sampling.stop_token_ids
-            reason = "stop" if stops else "length"
-            rollouts.append(Rollout(token_ids, logps.tolist(), [self.version] * len(token_ids), reason))
+            logps = completion_logps(replica, request.prompt_ids, token_ids, sampling.temperature)
+            stops = token_ids[-1] in sampling.stop_token_ids
+            versions = [self._version()] * len(token_ids)
+            rollouts.append(Rollout(token_ids, logps.tolist(), versions, "stop" if stops else "length"))
             self._tokens += len(token_ids)
         return rollouts
 
@@ -103,7 +132,7 @@ class StubEngine:
 def completion_logps(
     model: torch.nn.Module, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float
 ) -> torch.Tensor:
-    """`(T,)` log-probs of the completion's tokens by one full forward, fp32."""
+    """Log-probs `(T,)` of the completion's tokens in fp32, by one forward over the whole sequence."""
     device = next(model.parameters()).device
     input_ids = torch.tensor([[*prompt_ids, *token_ids]], device=device)
     logits = model(input_ids).logits[0, len(prompt_ids) - 1 : -1].float() / temperature

@@ -1,13 +1,13 @@
-"""Several engines as one: each request goes to the one with the least to do, each publish to all of them.
+"""Several engines as one: a request goes to the engine with the least to do, and a publish goes to all engines.
 
-Guarantees: those of `protocol/engine.py`, as each of the engines gives them; a token's version is that of the engine
-that sampled it; a request submitted after `publish` returned is sampled from the published version or a newer one,
-because all engines have it by then; an engine beyond recovery ends the run, as a single one would.
+Guarantees: those of `protocol/engine.py`, as each of the engines gives them. A token carries the version of the engine
+that sampled it. When `publish` returns, every engine has the published weights. An engine that is beyond recovery ends
+the run, as a single engine would.
 """
 
-import itertools
 from collections.abc import Sequence
 
+from trl_a3po.engines.scorer_choice import ScorerChoice
 from trl_a3po.protocol.engine import Engine, EngineEvent, EngineStats, GroupRequest, SamplingSettings
 from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 
@@ -15,15 +15,14 @@ from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 class SeveralEngines:
     """
     Args:
-        engines: at least one, none of them started.
+        engines: at least one engine. No engine has been started.
     """
 
-    def __init__(self, engines: Sequence[Engine]):
+    def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = list(engines)
-        self._owners: dict[int, tuple[int, int]] = {}  # request -> its engine, and its rollouts
+        self._owners: dict[int, tuple[int, int]] = {}  # by request: the engine's number, and how many rollouts
         self._loads = [0] * len(self._engines)
-        self._scorers: dict[tuple, int] = {}
-        self._turns = itertools.cycle(range(len(self._engines)))
+        self._scorers = ScorerChoice()
 
     def start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
         for engine in self._engines:
@@ -61,16 +60,14 @@ class SeveralEngines:
     def score(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], timeout: float
     ) -> tuple[list[float], int]:
-        """The same text is always scored by the same engine, and as many texts as there are engines by all of them:
-        an engine that missed a publish would show."""
+        """See `Engine.score`. A text is always scored by the same engine (`ScorerChoice`)."""
         text = (tuple(prompt_ids), tuple(completion_ids))
-        if text not in self._scorers:
-            self._scorers[text] = next(self._turns)
-        return self._engines[self._scorers[text]].score(prompt_ids, completion_ids, timeout)
+        number = self._scorers.choose(text, range(len(self._engines)))
+        return self._engines[number].score(prompt_ids, completion_ids, timeout)
 
     def stats(self) -> EngineStats:
-        """Sums, but for `busy_seconds`, which is the mean, so that tokens over it is what all of them give together,
-        and `extra`, which is the largest of each."""
+        """The sums of the engines' numbers, with two exceptions: `busy_seconds` is the mean, so that tokens per busy
+        second is the rate of all engines together, and `extra` holds the largest value of each number."""
         every = [engine.stats() for engine in self._engines]
         names = {name for stats in every for name in stats.extra}
         return EngineStats(
@@ -89,7 +86,7 @@ class SeveralEngines:
         for engine in self._engines:
             try:
                 engine.close()
-            except Exception as error:  # the others are closed first
+            except Exception as error:  # raised once the other engines are closed
                 errors.append(error)
         if errors:
             raise errors[0]

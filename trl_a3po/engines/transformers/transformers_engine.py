@@ -20,6 +20,7 @@ import torch
 from trl_a3po.engines.transformers.staging import Staging
 from trl_a3po.engines.transformers.supervisor import Supervisor
 from trl_a3po.engines.transformers.worker import Setup
+from trl_a3po.engines.usage import NOT_STARTED, check_start, check_version_order
 from trl_a3po.errors import EngineError
 from trl_a3po.models.replica import check_names
 from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupRequest, SamplingSettings
@@ -76,10 +77,7 @@ class TransformersEngine:
         self._closed = False
 
     def start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
-        if self._supervisor is not None or self._closed:
-            raise EngineError("An engine is started once: make a new one.")
-        if not update.complete:
-            raise ValueError("The first update must be complete: the worker's replica starts without weights.")
+        check_start(update, used=self._supervisor is not None or self._closed)
         setup = Setup(spec, sampling, str(self._device), self._threads, self._decoder)
         payload = cloudpickle.dumps(setup)
         self._staging = Staging(update, spec.dtype, self._device)
@@ -141,7 +139,7 @@ class TransformersEngine:
 
     def _started(self) -> Supervisor:
         if self._supervisor is None:
-            raise EngineError("The engine was not started: call start(spec, sampling, update) first.")
+            raise EngineError(NOT_STARTED)
         return self._supervisor
 
     def _check(self, update: WeightUpdate) -> None:
@@ -159,8 +157,4 @@ class TransformersEngine:
                 f"The update of version {update.version} lacks {min(left_out)!r}, which the update before it "
                 "changed: send it as long as it is trained, or a complete update."
             )
-        if update.version < self._version:
-            raise ValueError(
-                f"Version {update.version} cannot be published after version {self._version}: tokens stamped with "
-                "the newer version may be in flight."
-            )
+        check_version_order(update, self._version)

@@ -21,6 +21,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from trl_a3po.engines.scorer_choice import ScorerChoice, Text
+from trl_a3po.engines.usage import NOT_STARTED, check_start, check_version_order
 from trl_a3po.engines.vllm.adapter_folders import AdapterFolders
 from trl_a3po.engines.vllm.adapter_support import adapter_obstacle
 from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
@@ -45,7 +47,6 @@ from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
-ScoredTokens = tuple[tuple[int, ...], tuple[int, ...]]  # of a prompt and of its completion
 
 
 class _Serving(NamedTuple):
@@ -122,16 +123,13 @@ class VLLMEngine:
         self._names: set[str] = set()
         self._version = -1
         self._publish_seconds = 0.0
-        self._scorers: dict[ScoredTokens, str] = {}
+        self._scorers = ScorerChoice()
         self._closed = False
 
     # --- beginning and end --------------------------------------------------------------------------------------
 
     def start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
-        if self._serving is not None or self._closed:
-            raise EngineError("An engine is started once: make a new one.")
-        if not update.complete:
-            raise ValueError("The first update must be complete.")
+        check_start(update, used=self._serving is not None or self._closed)
         if spec.peft_config is not None and (obstacle := adapter_obstacle(spec.peft_config, _trained(update))):
             raise ValueError(f"vLLM cannot serve this adapter, because {obstacle}: set lora_sync='merged'.")
         self._sampling = sampling
@@ -191,8 +189,7 @@ class VLLMEngine:
         began, serving = time.monotonic(), self._started()
         serving.pool.raise_if_over()
         check_names(self._names, update)
-        if update.version < self._version:
-            raise ValueError(f"Version {update.version} cannot be published after version {self._version}.")
+        check_version_order(update, self._version)
         with serving.pool.changing:
             self._publish(serving.publishing, update)
         self._version = update.version
@@ -206,28 +203,24 @@ class VLLMEngine:
         pool, publishing = self._started()
         if not prompt_ids or not completion_ids:
             raise ValueError("There are no tokens to score.")
-        deadline, key = time.monotonic() + timeout, (tuple(prompt_ids), tuple(completion_ids))
-        fault: Exception | None = None
-        while time.monotonic() < deadline:
+        deadline, text = time.monotonic() + timeout, (tuple(prompt_ids), tuple(completion_ids))
+        fault: HttpFault | None = None
+        while (left := deadline - time.monotonic()) > 0:
             pool.raise_if_over()
-            member = self._scorer(pool, key)
-            if member is None:
-                time.sleep(0.1)
-                continue
-            served_weights = ServedWeights(self._version, publishing.model_name(member), f"score-{uuid.uuid4().hex}")
-            try:
-                left = max(1.0, deadline - time.monotonic())
-                logps = score(member.server, served_weights, self._sampling, *key, timeout=left)
-            except HttpFault as error:
-                fault = error
-                if isinstance(error, StatusFault) and error.status in (400, 413, 422):
-                    raise ValueError(f"These tokens cannot be scored: {error}") from error
-                if isinstance(error, ConnectionFault) or (isinstance(error, StatusFault) and error.status == 404):
-                    pool.lost(member, str(error))
-                time.sleep(0.1)
-                continue
-            pool.scored(member, len(completion_ids))
-            return logps, served_weights.version
+            member = self._scorer(pool, text)
+            if member is not None:
+                served_weights = ServedWeights(
+                    self._version, publishing.model_name(member), f"score-{uuid.uuid4().hex}"
+                )
+                try:
+                    logps = score(member.server, served_weights, self._sampling, *text, timeout=max(1.0, left))
+                except HttpFault as error:
+                    fault = error
+                    _handle_score_fault(pool, member, error)
+                else:
+                    pool.scored(member, len(completion_ids))
+                    return logps, served_weights.version
+            time.sleep(0.1)
         raise EngineError(
             f"No vLLM server has scored {len(completion_ids)} known tokens within {timeout:g} s"
             f"{f': {fault}' if fault else ''}."
@@ -328,14 +321,9 @@ class VLLMEngine:
 
     # --- scoring ------------------------------------------------------------------------------------------------
 
-    def _scorer(self, pool: ServerPool, key: ScoredTokens) -> PooledServer | None:
+    def _scorer(self, pool: ServerPool, text: Text) -> PooledServer | None:
         live = {member.server.url: member for member in pool.live()}
-        if not live:
-            return None
-        if self._scorers.get(key) not in live:
-            used = list(self._scorers.values())
-            self._scorers[key] = min(live, key=used.count)
-        return live[self._scorers[key]]
+        return live[self._scorers.choose(text, list(live))] if live else None
 
     def _started(self) -> _Serving:
         if os.getpid() != self._owner:
@@ -344,8 +332,16 @@ class VLLMEngine:
                 "from it: use it where it was started, or start another one there."
             )
         if self._serving is None:
-            raise EngineError("The engine was not started: call start(spec, sampling, update) first.")
+            raise EngineError(NOT_STARTED)
         return self._serving
+
+
+def _handle_score_fault(pool: ServerPool, member: PooledServer, fault: HttpFault) -> None:
+    """Raise `ValueError` for tokens that no server can score; give up a server that is not there any more."""
+    if isinstance(fault, StatusFault) and fault.status in (400, 413, 422):
+        raise ValueError(f"These tokens cannot be scored: {fault}") from fault
+    if isinstance(fault, ConnectionFault) or (isinstance(fault, StatusFault) and fault.status == 404):
+        pool.lost(member, str(fault))
 
 
 def _trained(update: WeightUpdate) -> set[str]:
