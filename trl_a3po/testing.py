@@ -1,8 +1,8 @@
 """Helpers for tests of training code: an engine without a process, and scripted completions.
 
 `StubEngine` samples nothing. Its completions come from a function, and their log-probs from its own replica of the
-published policy; both are computed in `submit`. A run with it is exact and fast, so a test can hold a trainer against a
-formula.
+published policy; both are computed in `submit`. A run with it is exact and fast, so a test can hold a trainer
+against a formula.
 """
 
 import random

@@ -113,15 +113,19 @@ def transformers_engine() -> TransformersEngine:
     return TransformersEngine(slots=4, threads=1, start_timeout=TIMEOUT)
 
 
+def stub_engine() -> StubEngine:
+    return StubEngine(scripted_completion(VOCAB, SAMPLING.max_new_tokens))
+
+
 @pytest.fixture(scope="module", params=["stub", "transformers", "several", "vllm"])
 def case(request, tmp_path_factory):
     match request.param:
         case "stub":
-            case = OnAModel(lambda: StubEngine(scripted_completion(VOCAB, SAMPLING.max_new_tokens)), can_die=False)
+            case = OnAModel(stub_engine, can_die=False)
         case "transformers":
             case = OnAModel(transformers_engine)
         case "several":
-            case = OnAModel(lambda: SeveralEngines([transformers_engine(), transformers_engine()]))
+            case = OnAModel(lambda: SeveralEngines([transformers_engine(), stub_engine()]))
         case "vllm":
             case = OnAStubServer(tmp_path_factory.mktemp("weights"))
     yield case

@@ -9,8 +9,6 @@ from peft import LoraConfig, get_peft_model
 
 from tests.engines.transformers.running import events_of, started, train
 from tests.engines.transformers.tiny_models import gap, prompts, request, tiny_model
-from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
-from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished
 from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.collect import collect_weights
@@ -132,23 +130,6 @@ def test_a_request_that_cannot_be_served_fails_alone(tied):
     assert tied.engine.stats().restarts == 0
 
 
-def test_no_event_follows_a_cancelled_request(tied):
-    requests = [request(next(numbers), text) for text in prompts(12)]
-    tied.engine.submit(requests)
-    cancelled, kept = requests[::2], requests[1::2]
-    tied.engine.cancel([one.request_id for one in cancelled])
-    events_of(tied.engine, [one.request_id for one in kept])
-
-
-def test_stats_count_every_token_and_end_with_nothing_under_way(tied):
-    before = tied.engine.stats()
-    tied.sample(prompts(5), rollouts=2)
-    after = tied.engine.stats()
-    assert after.tokens - before.tokens == 5 * 2 * TOKENS
-    assert after.busy_seconds > before.busy_seconds
-    assert (after.active_rollouts, after.waiting_requests) == (0, 0)
-
-
 def test_an_incomplete_update_that_forgets_a_weight_is_refused(lora):
     lora.step()
     tensors = dict(collect_weights(lora.model, lora.version, complete=False).tensors)
@@ -163,14 +144,3 @@ def test_a_complete_update_that_forgets_a_weight_is_refused(tied):
     del tensors["model.norm.weight"]
     with pytest.raises(ValueError, match=r"lacks 'model\.norm\.weight'"):
         tied.engine.publish(WeightUpdate(tied.version + 1, tensors))
-
-
-def test_an_older_version_is_refused(tied):
-    tied.step()
-    with pytest.raises(ValueError, match="cannot be published after version"):
-        tied.engine.publish(collect_weights(tied.model, tied.version - 1, complete=False))
-
-
-def test_an_engine_that_was_not_started_says_so():
-    with pytest.raises(EngineError, match="was not started"):
-        TransformersEngine(slots=1).wait(0.0)

@@ -186,16 +186,3 @@ def test_no_more_is_handed_to_a_server_than_it_decodes_and_half_as_much_again(tm
         finished(engine, 10)
     finally:
         engine.close()
-
-
-def test_cancelled_requests_bring_no_event(tmp_path):
-    (server,) = servers = [StubServer(lora=True, step=0.02)]
-    engine = started(servers, tmp_path)
-    try:
-        engine.submit(requests(8))
-        until(lambda: server.tokens > 4)
-        engine.cancel([0, 1, 2, 3, 7, 99])
-        assert sorted(finished(engine, 3)) == [4, 5, 6]
-        assert engine.wait(0.3) == []
-    finally:
-        engine.close()

@@ -58,19 +58,6 @@ def test_where_the_boundary_is_not_known_the_older_version_is_stamped_and_counte
         engine.close()
 
 
-def test_a_request_submitted_after_a_publish_is_sampled_from_it(tmp_path):
-    for lora in (False, True):
-        servers = servers_of(2, lora=lora)
-        engine = started(servers, tmp_path)
-        try:
-            engine.publish(update(lora, 1))
-            engine.submit(requests(8))
-            for event in finished(engine, 8).values():
-                assert all(min(rollout.versions) == 1 for rollout in event.rollouts)
-        finally:
-            engine.close()
-
-
 def test_recompute_goes_on_from_the_tokens_so_far(tmp_path):
     (server,) = servers = servers_of(1, step=0.02)
     engine = started(servers, tmp_path, kv_on_publish="recompute")

@@ -65,8 +65,10 @@ class SlotCache:
 
         `capacity`: positions to make room for.
         """
-        self._reserve(max(capacity, prefill.length), prefill)
         length = prefill.length
+        if not self._keys:
+            self._allocate(max(capacity, length), prefill)
+        self._reserve(max(capacity, length))
         for mine, new in zip(self._keys + self._values, prefill.keys + prefill.values, strict=True):
             mine[slots, :, :length] = new[rows]
 
@@ -79,8 +81,7 @@ class SlotCache:
         """Next forward: one token for each of the first N slots, at `positions` `(N,)`; attention reads `length`."""
         self._rows = len(positions)
         self._length = length
-        if length > self._capacity:
-            self._reserve(length, None)
+        self._reserve(length)
         self._at = (torch.arange(self._rows, device=positions.device), positions)
 
     def update(self, keys, values, layer, *args, **kwargs):
@@ -99,13 +100,13 @@ class SlotCache:
     def get_mask_sizes(self, query_length: int, layer: int) -> tuple[int, int]:
         return self._length, 0
 
-    def _reserve(self, length: int, like: PrefillCache | None) -> None:
+    def _allocate(self, length: int, like: PrefillCache) -> None:
+        self._capacity = length
+        self._keys = [self._empty(keys) for keys in like.keys]
+        self._values = [self._empty(values) for values in like.values]
+
+    def _reserve(self, length: int) -> None:
         if length <= self._capacity:
-            return
-        if not self._keys:
-            self._capacity = length
-            self._keys = [self._empty(keys) for keys in like.keys]
-            self._values = [self._empty(values) for values in like.values]
             return
         old, self._capacity = self._capacity, max(length, self._capacity * 3 // 2)
         for tensors in (self._keys, self._values):

@@ -13,7 +13,7 @@ starts under the current weights.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -89,7 +89,9 @@ class SlotDecoder:
         )
         self._recompute_on_publish = kv_on_publish == "recompute"
         # The one padded length of deterministic mode: every sequence fits.
-        self._fixed_length = max_prompt_tokens + sampling.max_new_tokens if deterministic else None
+        self._fixed_length: int | None = None
+        if deterministic and max_prompt_tokens is not None:
+            self._fixed_length = max_prompt_tokens + sampling.max_new_tokens
 
         rows = -(-slots // _DETERMINISTIC_ROWS) * _DETERMINISTIC_ROWS if deterministic else slots
         self._version = version
@@ -213,31 +215,35 @@ class SlotDecoder:
 
     def _admit(self, finished: list[GroupFinished]) -> None:
         """Fill the free slots: prefill the prompts that need it and sample every new rollout's first token."""
+        starts = self._next_starts()
+        groups = list({id(sequence.group): sequence.group for _, sequence in starts}.values())
+        self._prefill([group for group in groups if group.prefilled is None])
+        for slot, sequence in starts:
+            self._occupy(slot, sequence)
+        self._copy_prompts(starts)
+        self._record([slot for slot, _ in starts], self._sample_starts(starts), finished)
+        for group in groups:
+            group.release_prefill()
+
+    def _next_starts(self) -> list[tuple[int, DecodedRollout]]:
+        """The free slots and the rollouts that are next in line for them."""
         starts: list[tuple[int, DecodedRollout]] = []
-        for slot in range(len(self._active)):
-            if self._active[slot] is None and self._waiting:
+        for slot, sequence in enumerate(self._active):
+            if sequence is None and self._waiting:
                 group = self._waiting[0]
                 starts.append((slot, DecodedRollout(group, group.started)))
                 group.started += 1
                 if group.all_started:
                     self._waiting.popleft()
-        groups = list({id(sequence.group): sequence.group for _, sequence in starts}.values())
-        missing = [group for group in groups if group.prefilled is None]
-        prompts = [group.request.prompt_ids for group in missing]
+        return starts
+
+    def _prefill(self, groups: Sequence[DecodedGroup]) -> None:
+        """Compute the logits, keys and values of the groups' prompts."""
+        prompts = [group.request.prompt_ids for group in groups]
         for batch, pad_to in self._batches([len(prompt) for prompt in prompts], self._max_prompt_tokens):
             logits, cache = self._forward.prefill([prompts[i] for i in batch], pad_to)
             for row, i in enumerate(batch):
-                missing[i].prefilled = Prefilled(logits[row], cache, row)
-        for slot, sequence in starts:
-            self._occupy(slot, sequence)
-        self._copy_prompts(starts)
-        slots = [slot for slot, _ in starts]
-        self._record(slots, self._sample_starts(starts), finished)
-        for group in groups:
-            if group.all_started:
-                group.prefilled = None
-            else:
-                group.prefilled.release_the_batch(len(group.request.prompt_ids))
+                groups[i].prefilled = Prefilled(logits[row], cache, row)
 
     def _occupy(self, slot: int, sequence: DecodedRollout) -> None:
         request = sequence.group.request
@@ -248,7 +254,7 @@ class SlotDecoder:
     def _copy_prompts(self, starts: Sequence[tuple[int, DecodedRollout]]) -> None:
         by_cache: dict[int, list[tuple[int, Prefilled]]] = {}
         for slot, sequence in starts:
-            prefilled = sequence.group.prefilled
+            prefilled = sequence.group.prompt
             by_cache.setdefault(id(prefilled.cache), []).append((slot, prefilled))
         for copies in by_cache.values():
             slots = torch.tensor([slot for slot, _ in copies], device=self._device)
@@ -257,7 +263,7 @@ class SlotDecoder:
 
     def _sample_starts(self, starts: Sequence[tuple[int, DecodedRollout]]) -> np.ndarray:
         slots = np.array([slot for slot, _ in starts])
-        logits = torch.stack([sequence.group.prefilled.logits for _, sequence in starts])
+        logits = torch.stack([sequence.group.prompt.logits for _, sequence in starts])
         if self._fixed_length is None:
             return self._sample(logits, slots)
         every_slot = logits.new_zeros(len(self._slots), logits.shape[1])
@@ -332,7 +338,7 @@ class SlotDecoder:
         held = [(slot, sequence) for slot, sequence in enumerate(self._active) if sequence is not None]
         texts = [(*sequence.group.request.prompt_ids, *sequence.token_ids[:-1]) for _, sequence in held]
         for batch, pad_to in self._batches([len(text) for text in texts], self._fixed_length):
-            _, cache = self._forward.prefill([texts[i] for i in batch], pad_to, logits=False)
+            cache = self._forward.prefill_cache([texts[i] for i in batch], pad_to)
             slots = torch.tensor([held[i][0] for i in batch], device=self._device)
             self._write(slots, cache, torch.arange(len(batch), device=self._device))
 
@@ -343,7 +349,7 @@ class SlotDecoder:
         """Indices of the sequences to prefill together and the length to pad them to: one at a time at the length
         `fixed` in deterministic mode, otherwise those of similar length."""
         if self._fixed_length is not None:
-            return [([i], fixed) for i in range(len(lengths))]
+            return [([i], cast(int, fixed)) for i in range(len(lengths))]
         return prefill_batches(lengths)
 
 

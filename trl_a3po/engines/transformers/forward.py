@@ -1,4 +1,5 @@
-"""The model as the decoder sees it: whole sequences in (prefill), one token a slot in (decode), logits out.
+"""The forward of the model as the decoder uses it: a prefill of whole sequences, and a decode step of one token per
+slot. Both return logits.
 
 Guarantees: only the last position of a sequence goes through the output layer.
 """
@@ -6,6 +7,7 @@ Guarantees: only the last position of a sequence goes through the output layer.
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import cast
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -13,6 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trl_a3po.engines.transformers.architecture import check_architecture
 from trl_a3po.engines.transformers.cache import PrefillCache, SlotCache
 from trl_a3po.models.unwrap import base_model
+
+Mask = torch.Tensor | dict[str, torch.Tensor]
+"""What to add to attention scores, for all layers or by layer type."""
 
 
 class ModelForward:
@@ -33,33 +38,41 @@ class ModelForward:
         base = base_model(model)
         self._model = model.eval()
         config = base.config.get_text_config()
-        self.device = torch.device(device) if device is not None else base.get_input_embeddings().weight.device
-        self._dtype = base.get_input_embeddings().weight.dtype
+        embeddings = base.get_input_embeddings()
+        weight = cast(torch.Tensor, embeddings.weight)
+        self.device: torch.device = torch.device(device) if device is not None else weight.device
+        self._dtype: torch.dtype = weight.dtype
         self._deterministic = deterministic
         parameters = inspect.signature(type(base).forward).parameters
         self._window, self._by_layer_type = check_architecture(model, deterministic=deterministic)
         # The argument's name changed in transformers 5.2x.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-        self.vocab_size: int = base.get_input_embeddings().num_embeddings
+        self.vocab_size = cast(int, embeddings.num_embeddings)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
 
-    def prefill(
-        self, sequences: Sequence[Sequence[int]], pad_to: int, logits: bool = True
-    ) -> tuple[torch.Tensor | None, PrefillCache]:
+    def prefill(self, sequences: Sequence[Sequence[int]], pad_to: int) -> tuple[torch.Tensor, PrefillCache]:
         """The logits `(P, V)` after the last token of each sequence, and the keys and values of all their tokens.
 
         Sequences are padded on the right: causal attention hides the padding from every token before it.
         """
-        padded = torch.tensor([[*sequence, *[0] * (pad_to - len(sequence))] for sequence in sequences])
         ends = [len(sequence) - 1 for sequence in sequences]
-        kept = sorted(set(ends)) if logits else ends[:1]
+        kept = sorted(set(ends))
+        logits, cache = self._prefill(sequences, pad_to, kept)
+        return logits[torch.arange(len(ends)), torch.tensor([kept.index(end) for end in ends])], cache
+
+    def prefill_cache(self, sequences: Sequence[Sequence[int]], pad_to: int) -> PrefillCache:
+        """The keys and values of `prefill` alone."""
+        return self._prefill(sequences, pad_to, [len(sequences[0]) - 1])[1]
+
+    def _prefill(
+        self, sequences: Sequence[Sequence[int]], pad_to: int, kept: Sequence[int]
+    ) -> tuple[torch.Tensor, PrefillCache]:
+        """The logits `(P, len(kept), V)` at the positions `kept`, and the keys and values."""
+        padded = torch.tensor([[*sequence, *[0] * (pad_to - len(sequence))] for sequence in sequences])
         cache = PrefillCache()
-        out = self._forward(
-            padded.to(self.device), torch.tensor(kept, device=self.device), cache, None, torch.arange(pad_to)[None]
-        )
-        if not logits:
-            return None, cache
-        return out[torch.arange(len(ends)), torch.tensor([kept.index(end) for end in ends])], cache
+        positions = torch.arange(pad_to)[None]
+        logits_at = torch.tensor(kept, device=self.device)
+        return self._forward(padded.to(self.device), logits_at, cache, None, positions), cache
 
     def completion_logits(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> torch.Tensor:
         """The logits `(T, V)` that each of the T completion tokens is drawn from, by one forward over the whole."""
@@ -72,13 +85,24 @@ class ModelForward:
         cache.aim(positions, length)
         places = torch.arange(length, device=self.device)
         filled = places <= positions[:, None]
-        mask = self._mask(filled)
+        mask: Mask = self._mask(filled)
         if self._window is not None:
             sliding = self._mask(filled & (places > positions[:, None] - self._window))
-            mask = {"full_attention": mask, "sliding_attention": sliding} if self._by_layer_type else sliding
+            mask = (
+                {"full_attention": self._mask(filled), "sliding_attention": sliding}
+                if self._by_layer_type
+                else sliding
+            )
         return self._forward(tokens[:, None], 1, cache, mask, positions[:, None])[:, -1]
 
-    def _forward(self, ids, logits_to_keep, cache, mask, positions) -> torch.Tensor:
+    def _forward(
+        self,
+        ids: torch.Tensor,
+        logits_to_keep: torch.Tensor | int,
+        cache: PrefillCache | SlotCache,
+        mask: Mask | None,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH) if self._deterministic else nullcontext():
             return self._model(
                 input_ids=ids,

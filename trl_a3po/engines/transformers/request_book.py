@@ -1,7 +1,7 @@
-"""What is asked of a worker, and what has come of it, whichever worker answers in the end.
+"""The requests and scores that a worker is asked for, and what has become of each of them.
 
-Guarantees: every request ends in one event, or is cancelled and ends in none; what a worker cannot be told yet, or was
-asked of one that died and can be asked again, is sent to the next.
+Guarantees: every request ends in one event, or is cancelled and has no event; requests that no worker has been sent
+yet, and scores that no worker has answered, are sent to the next worker.
 """
 
 import itertools
@@ -11,17 +11,19 @@ from collections.abc import Collection, Sequence
 from trl_a3po.protocol.engine import EngineEvent, GroupFailed, GroupRequest
 from trl_a3po.workers.channel import Channel
 
-Answer = tuple[list[float] | str, int]  # log-probs or why there are none, and the version they are of
+Answer = tuple[list[float] | str, int]
+"""The log-probs, or why the tokens cannot be scored; and the version of the weights."""
 
 
 class RequestBook:
-    """One caller at a time. A `channel` is that of a worker that may be told of requests; `None`: there is none."""
+    """Used by one thread at a time. Where a method takes a `channel`, it belongs to a worker that accepts requests;
+    `None` means that there is no such worker."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._outstanding: set[int] = set()
         self._unsent: list[GroupRequest] = []
         self._events: deque[EngineEvent] = deque()
-        self._scores: dict[int, tuple] = {}  # asked for and not answered
+        self._scores: dict[int, tuple] = {}  # messages that ask for a score, until `forget`
         self._answers: dict[int, Answer] = {}
         self._score_keys = itertools.count()
 
@@ -37,7 +39,7 @@ class RequestBook:
 
     @property
     def sent(self) -> set[int]:
-        """Ids of the requests that a worker has been told of and that have not ended."""
+        """Ids of the requests that a worker has been sent and that have not ended."""
         return self._outstanding - {request.request_id for request in self._unsent}
 
     def submit(self, requests: Sequence[GroupRequest], channel: Channel | None) -> None:
@@ -56,14 +58,14 @@ class RequestBook:
             channel.send(("cancel", list(cancelled)))
 
     def ended(self, events: Sequence[EngineEvent]) -> None:
-        """A worker says how requests ended; one that was cancelled meanwhile is ignored."""
+        """Note how requests ended. Requests that were cancelled meanwhile are ignored."""
         for event in events:
             if event.request_id in self._outstanding:
                 self._outstanding.remove(event.request_id)
                 self._events.append(event)
 
     def fail(self, request_ids: Collection[int], reason: str) -> None:
-        """These end without rollouts, unless they have ended already."""
+        """Have these requests fail, unless they have ended already."""
         self.ended([GroupFailed(request_id, reason) for request_id in sorted(request_ids)])
 
     def fail_all(self, reason: str) -> None:
@@ -75,7 +77,7 @@ class RequestBook:
         return bool(self._events)
 
     def take_events(self) -> list[EngineEvent]:
-        """Those since the last call."""
+        """The events since the last call."""
         events = list(self._events)
         self._events.clear()
         return events
@@ -83,7 +85,7 @@ class RequestBook:
     # --- scores -------------------------------------------------------------------------------------------------
 
     def request_score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], channel: Channel | None) -> int:
-        """A key for the answer; `forget` it in the end."""
+        """Ask for a score. Returns the key of the answer, which must be passed to `forget` in the end."""
         key = next(self._score_keys)
         self._scores[key] = ("score", key, tuple(prompt_ids), tuple(completion_ids))
         if channel is not None:
@@ -91,7 +93,7 @@ class RequestBook:
         return key
 
     def answer(self, key: int, answer: Answer) -> None:
-        """A worker says what it was asked; an answer that nobody waits for any more is ignored."""
+        """Note a worker's answer. An answer that nobody waits for any more is ignored."""
         if key in self._scores:
             self._answers[key] = answer
 
@@ -99,14 +101,14 @@ class RequestBook:
         return key in self._answers
 
     def forget(self, key: int) -> Answer | None:
-        """The answer, if there is one; it is not asked for any more."""
+        """The answer, if there is one. No worker will be asked for it any more."""
         del self._scores[key]
         return self._answers.pop(key, None)
 
     # --- the next worker ----------------------------------------------------------------------------------------
 
     def send_rest(self, channel: Channel) -> None:
-        """Tell a new worker what has not been sent, and what no worker has answered."""
+        """Send a new worker the requests that have not been sent and the scores that have not been answered."""
         if self._unsent:
             channel.send(("submit", self._unsent))
             self._unsent = []

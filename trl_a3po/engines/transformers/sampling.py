@@ -72,6 +72,8 @@ class Sampler:
         settings = self._sampling
         scores = logits
         if self.needs_seen:
+            if seen is None:
+                raise ValueError("repetition_penalty needs the tokens that each sequence has seen.")
             penalty = settings.repetition_penalty
             scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
         if too_early is not None and len(self._stop_ids):

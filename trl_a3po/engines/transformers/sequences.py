@@ -40,6 +40,20 @@ class DecodedGroup:
     def all_started(self) -> bool:
         return self.started == self.request.num_rollouts
 
+    @property
+    def prompt(self) -> Prefilled:
+        """The prefilled prompt."""
+        if self.prefilled is None:
+            raise RuntimeError(f"The prompt of request {self.request.request_id} was not prefilled.")
+        return self.prefilled
+
+    def release_prefill(self) -> None:
+        """Free what the rollouts that have not started do not need of the prefill."""
+        if self.all_started:
+            self.prefilled = None
+        elif self.prefilled is not None:
+            self.prefilled.release_the_batch(len(self.request.prompt_ids))
+
     def finished(self) -> GroupFinished | None:
         """All of its rollouts, by number; `None` as long as one is missing."""
         if len(self.done) < self.request.num_rollouts:

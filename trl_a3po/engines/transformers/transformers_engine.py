@@ -1,9 +1,9 @@
-"""`TransformersEngine`: samples with the policy's own transformers forward, in a process of its own.
+"""`TransformersEngine`: samples with the policy's own transformers forward, in a worker process.
 
-Guarantees (beside those of `protocol/engine.py`): the worker is started by module name, so scripts without a
-`__main__` guard, notebooks and programs from standard input work; weights go through shared memory on a CPU and
-through device memory on a GPU, never a disk; an update of an adapter moves the adapter's bytes alone; the worker's
-process never outlives this one, and `close`, garbage collection and the interpreter's exit all end it.
+Guarantees, beside those of `protocol/engine.py`: the worker is started by module name, so scripts without a `__main__`
+guard, notebooks, and programs read from standard input work; weights travel through shared memory on a CPU and device
+memory on a GPU, never through a disk; an update of an adapter moves only the adapter's bytes; the worker process never
+outlives this process, and `close`, garbage collection and the exit of the interpreter all end it.
 
 Threads: one, "a3po-engine", which belongs to the `Supervisor`.
 """
@@ -35,11 +35,11 @@ class TransformersEngine:
         kv_on_publish: what happens to sequences in flight when weights change: "keep" their cache or "recompute" it.
         deterministic: tokens and log-probs are bit-equal whatever else is in the batch, at the price of padding.
         max_prompt_tokens: longest prompt accepted; needed with `deterministic`, which pads to it.
-        device: where the replica lives, such as "cpu" or "cuda:1".
-        threads: CPU threads of the worker; `None`: torch's own choice.
-        max_restarts: how often in a run a worker that died is started again.
-        start_timeout: seconds `start` waits for the worker.
-        publish_timeout: seconds `publish` waits for the worker to have loaded the weights published before.
+        device: the device of the replica, such as "cpu" or "cuda:1".
+        threads: CPU threads of the worker; `None` leaves the choice to torch.
+        max_restarts: how often in a run a worker that died is restarted.
+        start_timeout: seconds that `start` waits for the worker.
+        publish_timeout: seconds that `publish` waits for the worker to load the weights that were published before.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class TransformersEngine:
         self._check(update)
         names = None if update.complete else tuple(update.tensors)
         with supervisor.writing(update.version, names, self._publish_timeout):
-            self._published_bytes = self._staging.write(update)
+            self._published_bytes = self._started_staging().write(update)
         self._version = update.version
         if not update.complete:
             self._changing = set(update.tensors)
@@ -142,8 +142,13 @@ class TransformersEngine:
             raise EngineError(NOT_STARTED)
         return self._supervisor
 
+    def _started_staging(self) -> Staging:
+        if self._staging is None:
+            raise EngineError(NOT_STARTED)
+        return self._staging
+
     def _check(self, update: WeightUpdate) -> None:
-        shapes = self._staging.shapes
+        shapes = self._started_staging().shapes
         check_names(shapes, update)
         for name, spec in update.specs.items():
             if tuple(spec.shape) != shapes[name]:

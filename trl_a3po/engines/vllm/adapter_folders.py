@@ -8,6 +8,7 @@ import copy
 import shutil
 import uuid
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 
@@ -29,7 +30,8 @@ class AdapterFolders:
             raise ValueError("The policy has no adapter.")
         self.root = root
         self._adapter = spec.adapter_name
-        self._config = copy.deepcopy(spec.peft_config)
+        config: Any = spec.peft_config
+        self._config = copy.deepcopy(config)
         self._config.inference_mode = True
         self._dtype = spec.dtype
         self._keep = keep

@@ -2,7 +2,7 @@
 
 Guarantees: each engine has its own; it is removed when the engine is closed, at the end of the process that made it
 (not of a forked copy), or, where that was killed, by the next engine that is started in the same place on the same
-machine. Whether its process lives is told by a lock on a file in it, which ends with the process. Where the file
+machine. Whether its process lives is shown by a lock on a file in it, which ends with the process. Where the file
 system has no locks, or on another machine, whose locks it may not show, what a killed process has left stays.
 """
 
@@ -14,6 +14,7 @@ import socket
 import uuid
 import weakref
 from pathlib import Path
+from typing import TextIO
 
 _LOCK = "lock"
 
@@ -27,18 +28,18 @@ class EngineFolder:
     def __init__(self, place: Path):
         self.path = place.absolute() / f"engine-{uuid.uuid4().hex[:8]}"
         self._owner = os.getpid()
-        self._lock = None
+        self._lock: TextIO | None = None
 
     def make(self) -> None:
         remove_leftovers(self.path.parent)
         self.path.mkdir(parents=True)
         weakref.finalize(self, _remove, self.path, self._owner)
         new = self.path / f"{_LOCK}-new"  # it gets its name when it is locked: others look at that
-        self._lock = new.open("w")
-        self._lock.write(socket.gethostname())
-        self._lock.flush()
+        lock = self._lock = new.open("w")
+        lock.write(socket.gethostname())
+        lock.flush()
         with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(self.path / _LOCK)
 
     def remove(self) -> None:

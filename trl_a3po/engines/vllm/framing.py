@@ -1,6 +1,6 @@
 """The body of an HTTP answer out of its bytes, and lines out of a body: many at a time, because a token is a chunk.
 
-Guarantees: no I/O; the result does not depend on where the bytes were cut; nothing without an end is kept for ever.
+Guarantees: no I/O; the result does not depend on where the bytes were cut; a chunk or line without an end is rejected.
 """
 
 import http.client
@@ -13,7 +13,7 @@ def dechunked(received: Iterable[bytes]) -> Iterator[bytes]:
     """The body of an answer sent in chunks (RFC 9112, section 7.1), without the chunk that ends it.
 
     Raises:
-        http.client.HTTPException: it is none.
+        http.client.HTTPException: the bytes are not chunks.
     """
     rest = b""
     for data in received:

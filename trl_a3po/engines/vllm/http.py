@@ -1,8 +1,8 @@
-"""HTTP calls with limits, to one server: JSON out, an answer back, whole or as a stream of events.
+"""HTTP calls with a timeout. A call sends JSON and gets an answer, as a whole or as a stream of events.
 
-Guarantees: a call ends within its limit whatever the server does, also one that sends a byte now and then; it can be
-ended from another thread; what goes wrong is an `HttpFault` of one of four kinds. One call is one connection, to the
-server itself: proxies named in the environment are not asked.
+Guarantees: a call ends within its timeout whatever the server does, even if the server sends a byte now and then; a
+call can be ended from another thread; every failure is one of the four kinds of `HttpFault`. A call is one connection
+to the server itself: proxies set in the environment are ignored.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _EVENT_LINES = (b"data: ", b":")  # the second begins a comment, such as a proxy
 
 
 class HttpFault(Exception):
-    """A call did not bring what it was made for; the message is one sentence."""
+    """A call failed. The message is one sentence."""
 
 
 class ConnectionFault(HttpFault):
@@ -37,7 +37,7 @@ class ConnectionFault(HttpFault):
 
 
 class TimeoutFault(HttpFault):
-    """The answer was not complete within the limit."""
+    """The answer was not complete within the timeout."""
 
 
 class StatusFault(HttpFault):
@@ -52,7 +52,7 @@ class StatusFault(HttpFault):
 
 
 class AnswerFault(HttpFault):
-    """The answer is not what was asked for."""
+    """The server answered with something other than what was asked for."""
 
 
 class Call:

@@ -79,8 +79,8 @@ class IpcTransfer:
         uuid = str(torch.cuda.get_device_properties(self._device).uuid)
 
         def load(member: PooledServer) -> None:
-            told = update_info(bucket, uuid)  # of its own: a handle is opened once
-            member.server.post("/update_weights", {"update_info": told}, BUCKET_TIMEOUT)
+            info = update_info(bucket, uuid)  # not shared between servers: a handle can be opened once
+            member.server.post("/update_weights", {"update_info": info}, BUCKET_TIMEOUT)
 
         done = self._each(members, load, lost)
         torch.cuda.ipc_collect()
@@ -105,7 +105,7 @@ class IpcTransfer:
 
 
 def update_info(bucket: Named, uuid: str) -> dict[str, Any]:
-    """What `/update_weights` is told of the tensors in `bucket`, which are on the GPU `uuid`."""
+    """What `/update_weights` gets about the tensors in `bucket`, which are on the GPU `uuid`."""
     handles = [{uuid: reduce_tensor(tensor)[1]} for _, tensor in bucket]
     return {
         "names": [name for name, _ in bucket],

@@ -136,15 +136,15 @@ class NcclTransfer:
             return NCCLWeightTransferEngine.trainer_init(rendezvous)
 
     def _send_bucket(self, member: PooledServer, bucket: Named) -> None:
-        told = {
+        info = {
             "names": [name for name, _ in bucket],
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
             "shapes": [list(tensor.shape) for _, tensor in bucket],
         }
         if not self._packs_at_init:
-            told["packed"] = True
+            info["packed"] = True
         torch.cuda.synchronize(self._device)  # the weights may still be computed
-        theirs = _in_thread(member.server.post, "/update_weights", {"update_info": told}, BUCKET_TIMEOUT)
+        theirs = _in_thread(member.server.post, "/update_weights", {"update_info": info}, BUCKET_TIMEOUT)
         ours = _in_thread(self._broadcast, member, bucket)
         self._both(member, ours, theirs)
 

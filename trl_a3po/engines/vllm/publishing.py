@@ -1,16 +1,17 @@
 """How a publish reaches the servers of a pool: as an adapter of its own, or as whole weights in place.
 
-Guarantees: a publish returns when every server that can be reached carries it; one that cannot be reached, or refuses,
-is lost to the pool and stops no other; no prefix computed by one version's weights serves another's (every publish has
-a salt of its own). A publish happens on the main thread, bringing up a server on the thread that watches it, both
-under `pool.changing`.
+Guarantees: a publish returns when every server that can be reached carries the weights; a server that cannot be
+reached, or rejects the weights, is lost to the pool and does not stop the others; a prefix cached under one version is
+never used for another, because every publish has a cache salt of its own. A publish happens on the main thread, and a
+server is brought up by the thread that watches it, both under `pool.changing`.
 
 What happens to rollouts in flight (`keeps`):
 
-- kept, whole weights: servers pause with their sequences as they are, take the weights, and go on; later tokens carry
-  the new version. That needs the tokens of each to be streamed (`pool.py` says how the boundary is known).
-- kept, an adapter: they go on under the adapter they began with, which stays loaded, and carry its version.
-- not kept: servers end them where they are; they go out again, prompt and tokens so far, under the new weights.
+- kept, with whole weights: servers pause with their sequences as they are, load the weights, and go on; later tokens
+  carry the new version. This needs streamed tokens (`pool.py` explains how the boundary is found).
+- kept, with an adapter: rollouts go on under the adapter they began with, which stays loaded, and carry its version.
+- not kept: servers end the rollouts' calls at once; each rollout is sent again, as its prompt and its tokens so far,
+  and goes on under the new weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,7 +83,7 @@ class AdapterPublishing:
         return _SHARED_FOLDER.format(folder=self._folders.root)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Nothing to do."""
 
     def _load(self, member: PooledServer) -> None:
         member.server.load_adapter(self._folders.newest, str(self._folders.folders[self._folders.newest]))

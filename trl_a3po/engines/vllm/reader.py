@@ -1,8 +1,8 @@
-"""The process that makes calls of completions and reads their answers, with an interpreter lock of its own.
+"""The process that makes completion calls and reads their answers, with an interpreter lock of its own.
 
-A streamed token takes 10 to 20 microseconds to read, which in the trainer's process would be taken from launching
-kernels. It is told of calls over a channel, and tells of their tokens (`calls.py`), every second also of none.
-Imports neither torch nor TRL.
+Reading a streamed token takes 10 to 20 microseconds, which the trainer's process needs for launching kernels. The
+reader gets calls over a channel and sends back their tokens (`calls.py`); it sends an update at least once a second,
+even an empty one. It imports neither torch nor TRL.
 """
 
 import os
@@ -19,13 +19,13 @@ from trl_a3po.engines.vllm.token_chunks import TokenChunk, parse_answer, parse_e
 from trl_a3po.workers.channel import Channel
 from trl_a3po.workers.process import parents_channel
 
-PACE = 0.005  # seconds from one message to the next, so that each has much to tell
-BEAT = 1.0  # seconds after which it is told that there is nothing
-QUIET = 5  # looks, each 10 ms after the last, at which nothing more may have come of the calls of a mark
+PACE = 0.005  # seconds between two updates, so that each holds many tokens
+HEARTBEAT = 1.0  # seconds after which an empty update is sent
+QUIET_CHECKS = 5  # checks in a row, 10 ms apart, at which nothing more has come for the calls of a barrier
 
 
 class Outbox:
-    """What is to be told, and the thread that tells it."""
+    """What is to be sent to the trainer's process, and the loop that sends it."""
 
     def __init__(self, channel: Channel):
         self._channel = channel
@@ -33,7 +33,7 @@ class Outbox:
         self._chunks: dict[int, list[TokenChunk]] = {}
         self._ended: list[Ended] = []
         self._barriers: list[int] = []
-        self._added: Counter[int] = Counter()  # times, by call that has not ended
+        self._added: Counter[int] = Counter()  # how often chunks were added, by call that has not ended
 
     def add(self, number: int, chunks: list[TokenChunk]) -> None:
         with self._changed:
@@ -53,14 +53,14 @@ class Outbox:
             self._changed.notify()
 
     def added(self, numbers: Sequence[int]) -> list[int]:
-        """How often something was added of some calls."""
+        """How often chunks were added, for each of these calls."""
         with self._changed:
             return [self._added[number] for number in numbers]
 
     def run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._chunks or self._ended or self._barriers, BEAT)
+                self._changed.wait_for(lambda: self._chunks or self._ended or self._barriers, HEARTBEAT)
                 chunks, self._chunks = self._chunks, {}
                 ended, self._ended = self._ended, []
                 barriers, self._barriers = self._barriers, []
@@ -85,13 +85,14 @@ def main() -> None:
             threading.Thread(target=make, args=(message, call, outbox, calls), daemon=True).start()
         elif isinstance(message, Barrier):
             threading.Thread(target=reach_barrier, args=(message, outbox, calls), daemon=True).start()
-        elif call := calls.get(message):
-            call.end()
+        elif to_end := calls.get(message):
+            to_end.end()
 
 
 def make(request: CallRequest, call: Call, outbox: Outbox, calls: dict[int, Call]) -> None:
     """The thread of one call."""
-    fault = error = None
+    fault: HttpFault | None = None
+    error: str | None = None
     try:
         count = request.body["n"]
         if request.body["stream"]:
@@ -111,9 +112,10 @@ def make(request: CallRequest, call: Call, outbox: Outbox, calls: dict[int, Call
 
 
 def reach_barrier(barrier: Barrier, outbox: Outbox, calls: dict[int, Call]) -> None:
-    """The thread of one mark. It ends with the process where the servers do not stop sending."""
+    """The thread of one barrier: report it once nothing more has come for its calls. Where a server does not stop
+    sending, the thread runs until the process ends."""
     quiet, before = 0, outbox.added(barrier.calls)
-    while quiet < QUIET:
+    while quiet < QUIET_CHECKS:
         time.sleep(0.01)
         open_calls = [call for number in barrier.calls if (call := calls.get(number))]
         added = outbox.added(barrier.calls)

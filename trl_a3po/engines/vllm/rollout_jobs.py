@@ -1,6 +1,7 @@
-"""Rollouts on their way through the servers: what is sampled of each, and how it goes out again.
+"""Rollouts on their way through the servers: the tokens sampled so far, and the calls that sample the rest.
 
-Guarantees: no threads, no I/O; a sequence's three lists grow together; what was sampled of it is never sampled again.
+Guarantees: no threads and no I/O; the three lists of a rollout grow together; what was sampled is not sampled
+again.
 """
 
 import time
@@ -18,12 +19,18 @@ MOST_BACKOFF = 8.0
 
 @dataclass(slots=True, eq=False)
 class PartialRollout:
-    """One rollout, as far as it is sampled."""
+    """A rollout and the tokens that have been sampled so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
+
+    def finish_reason(self) -> Literal["stop", "length"]:
+        """Why it ended. It must have."""
+        if self.finish is None:
+            raise RuntimeError("The rollout is not finished.")
+        return self.finish
 
     def add(self, chunk: TokenChunk, version: int, sampling: SamplingSettings) -> None:
         """Append a server's tokens, sampled from `version`.
@@ -60,6 +67,8 @@ class PartialRollout:
 
 @dataclass(slots=True, eq=False)
 class PartialGroup:
+    """A request and its rollouts, finished or not."""
+
     request: GroupRequest
     sequences: list[PartialRollout]
     cancelled: bool = False

@@ -53,7 +53,7 @@ def _of_the_prompt(
     if sampling.temperature != 1.0:
         raise AnswerFault(
             f"{server.url} cannot give log-probs of known tokens at temperature={sampling.temperature:g}, which this "
-            "version of vLLM does at 1.0 alone: take a newer one, or set delivery_check_steps=0."
+            "version of vLLM can do only at 1.0: use a newer version, or set delivery_check_steps=0."
         )
     body = prompt_score_body(served_weights.model, served_weights.salt, prompt_ids, completion_ids)
     return parse_prompt_score(server.completion(body, timeout).text(), completion_ids)

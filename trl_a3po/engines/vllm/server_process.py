@@ -1,4 +1,4 @@
-"""A vLLM server of our own: started, shown when it fails, started again when it dies, stopped with us.
+"""A vLLM server that this process starts, restarts when it dies, and stops.
 
 Guarantees: neither the server nor what it starts outlives this process, also when that is killed; no other user of the
 machine reaches it, for its endpoints load weights and trust who calls; its log is a file whose end is in every error;
@@ -114,12 +114,12 @@ class ServerProcess:
                 raise EngineError(f"The vLLM server was not ready within {timeout:g} s. {self.log_tail}")
 
     def keep_alive(self) -> None:
-        """Start it again if it has died. Raises `EngineError` when it did so too often."""
+        """Restart the server if it has died. Raises `EngineError` when it has been restarted too often."""
         if self._stopping or self._process.poll() is None:
             return
         if self.restarts >= self._max_restarts:
             raise EngineError(
-                f"The vLLM server ended with exit code {self._process.returncode}, after it had been started again "
+                f"The vLLM server ended with exit code {self._process.returncode}, after it had been restarted "
                 f"engine_restarts={self._max_restarts} times. {self.log_tail}"
             )
         self.restarts += 1

@@ -4,7 +4,7 @@ Guarantees: token ids are vLLM's own, nothing is tokenised again; an answer that
 an `AnswerFault`. Imports neither torch nor vLLM, for the process that reads them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -17,7 +17,7 @@ Finish = Literal["stop", "length", "abort"]
 class TokenChunk(NamedTuple):
     """Tokens of one sequence, in order; `finish` is `None` while there are more to come."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # shadows tuple.index, which nobody calls
     token_ids: list[int]
     logps: list[float]
     finish: Finish | None
@@ -54,9 +54,9 @@ def parse_answer(data: bytes, count: int) -> list[TokenChunk]:
 
 
 def parse_events(events: Sequence[bytes], count: int) -> tuple[list[TokenChunk], AnswerFault | None]:
-    """The tokens of events of a stream up to the first that is none, and what is wrong with that."""
+    """The tokens of a stream's events up to the first event that cannot be read, and what is wrong with that event."""
     try:
-        answers = _answers.decode(b"[%b]" % b",".join(events))
+        answers: Iterable[_Answer] = _answers.decode(b"[%b]" % b",".join(events))
     except msgspec.MsgspecError:
         answers = (_decoded(event) for event in events)
     chunks: list[TokenChunk] = []
@@ -73,7 +73,7 @@ def _decoded(answer: bytes) -> _Answer:
         return _answer.decode(answer)
     except msgspec.MsgspecError as error:
         shown = shown_of(answer.decode(errors="replace"))
-        raise AnswerFault(f"An answer is no completion ({error}){shown}.") from error
+        raise AnswerFault(f"An answer is not a completion ({error}){shown}.") from error
 
 
 def _chunks(answer: _Answer, count: int) -> list[TokenChunk]:

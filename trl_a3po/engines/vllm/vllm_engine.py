@@ -48,7 +48,6 @@ from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 logger = logging.getLogger(__name__)
 
 
-
 class _Serving(NamedTuple):
     """What an engine has from its start on."""
 
