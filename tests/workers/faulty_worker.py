@@ -4,7 +4,6 @@
 """
 
 import os
-import sys
 import time
 
 from trl_a3po.workers.process import parents_channel
@@ -28,7 +27,7 @@ def main() -> None:
     match fault:
         case "exit":
             print("a last line", flush=True)
-            sys.exit(4)
+            os._exit(4)
         case "fork":
             if (child := os.fork()) != 0:
                 print(f"child {child}", flush=True)

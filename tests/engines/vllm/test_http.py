@@ -101,7 +101,7 @@ def event(token: int, logp: float = -1.0, index: int = 0, **changes) -> bytes:
 def test_tokens_of_events_up_to_the_first_that_is_none():
     pieces, fault = parse_events([event(3), event(4, index=1), b"{", event(5)], 2)
     assert [(piece.index, piece.token_ids) for piece in pieces] == [(0, [3]), (1, [4])]
-    assert "no completion" in str(fault)
+    assert "not a completion" in str(fault)
 
 
 @pytest.mark.parametrize(

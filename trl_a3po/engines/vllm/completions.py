@@ -159,5 +159,5 @@ def _common(model: str, salt: str) -> dict[str, Any]:
 def _choices(answer: Any) -> list[dict[str, Any]]:
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise AnswerFault(f"An answer is no completion: {str(answer)[:300]}.")
+        raise AnswerFault(f"An answer is not a completion: {str(answer)[:300]}.")
     return choices
