@@ -26,12 +26,6 @@ class PartialRollout:
     versions: list[int] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
 
-    def finish_reason(self) -> Literal["stop", "length"]:
-        """Why it ended. It must have."""
-        if self.finish is None:
-            raise RuntimeError("The rollout is not finished.")
-        return self.finish
-
     def add(self, chunk: TokenChunk, version: int, sampling: SamplingSettings) -> None:
         """Append a server's tokens, sampled from `version`.
 
