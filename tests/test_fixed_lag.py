@@ -167,7 +167,9 @@ def test_evaluation_and_checkpoints_leave_the_run_as_it_is(tmp_path, model_path)
     ]
 
 
-@pytest.mark.parametrize("settings, taken_before", [({}, 3), ({"num_iterations": 2}, 2)])
+@pytest.mark.parametrize(
+    "settings, taken_before", [pytest.param({}, 3, marks=pytest.mark.long), ({"num_iterations": 2}, 2)]
+)
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, model_path, settings, taken_before):
     """With two iterations it goes on in the middle of a batch."""
     settings = {"reward_seed": None, **settings}
