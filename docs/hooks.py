@@ -7,10 +7,10 @@ installed library says.
 
 import base64
 import dataclasses
-import inspect
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,56 +118,52 @@ def notebook_page(page: str, path: Path) -> dict[str, str | bytes]:
 
 
 def settings_tables() -> str:
-    """Every field that `A3POConfig` adds to `GRPOConfig`, and those whose default differs."""
+    """Every setting that `A3POConfig` adds to `GRPOConfig`, and those whose default differs."""
     from trl import GRPOConfig
 
     from trl_a3po import A3POConfig
+    from trl_a3po.config.documentation import setting_rows
 
-    inherited = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
-    fields = {field.name: field for field in dataclasses.fields(A3POConfig)}
+    rows = list(setting_rows())
     parts = []
-    for heading, names in groups(A3POConfig).items():
-        parts += [f"### {heading}", settings_table([fields[name] for name in names])]
-    changed = [field for name, field in fields.items() if name in inherited and field.default != inherited[name]]
+    for heading in dict.fromkeys(row.group for row in rows):
+        settings = [(row.name, row.default, row.help) for row in rows if row.group == heading]
+        parts += [f"### {heading}", settings_table(settings)]
+    inherited = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    changed = [
+        (field.name, field.default, field.metadata["help"])
+        for field in dataclasses.fields(A3POConfig)
+        if field.name in inherited and field.name in A3POConfig.__annotations__
+    ]
     return "\n\n".join([*parts, "### Defaults that differ from `GRPOConfig`", settings_table(changed)])
 
 
-def groups(config: type) -> dict[str, list[str]]:
-    """Headings of a config's docstring (`> Parameters that control …`) -> the fields described under each."""
-    found: dict[str, list[str]] = {}
-    for line in config.__doc__.splitlines():
-        if heading := re.fullmatch(r" +> Parameters that control (.+)", line):
-            names = found.setdefault(heading[1][0].upper() + heading[1][1:], [])
-        elif field := re.match(r" +(\w+) \(`", line):
-            names.append(field[1])
-    return found
-
-
-def settings_table(fields: list[dataclasses.Field]) -> str:
-    rows = ["| setting | default | what it does |", "|---|---|---|"]
-    for field in fields:
-        described = " ".join(field.metadata["help"].split()).replace("|", "\\|")
-        described = re.sub(r"(?<![\w`])'[\w.]+'", lambda word: f"`{word[0]}`", described)
+def settings_table(settings: Iterable[tuple[str, object, str]]) -> str:
+    """A table of `(name, default, help)`."""
+    rows = [["setting", "default", "what it does"]]
+    for name, default, help_text in settings:
+        described = re.sub(r"(?<![\w`])'[\w.]+'", lambda word: f"`{word[0]}`", help_text)
         described = re.sub(r"\b[a-z]+(?:_[a-z0-9]+)+(?:=\w+)?\b", lambda word: f"`{word[0]}`", described)
-        rows.append(f"| `{field.name}` | `{field.default!r}` | {described} |")
-    return "\n".join(rows)
+        rows.append([f"`{name}`", f"`{default!r}`", described])
+    return markdown_table(rows)
 
 
-def objectives_table() -> str:
-    """Every objective, with the first sentence of its anchor function, and the settings that only it reads."""
-    from trl_a3po import A3POConfig, objectives
-    from trl_a3po.config.a3po_config import CHOICES
-    from trl_a3po.config.check_objective import SETTINGS_OF
-
-    rows = ["| objective | what it is | settings of its own |", "|---|---|---|"]
-    for name in CHOICES["objective"]:
-        function = f"{name}_anchor"
-        summary = inspect.getdoc(getattr(objectives, function)).split("\n\n")[0].replace("|", "\\|")
-        names = [setting for settings, readers in SETTINGS_OF.items() if name in readers for setting in settings]
-        defaults = ", ".join(f"`{setting}={A3POConfig.__dataclass_fields__[setting].default!r}`" for setting in names)
-        link = f"[`{name}`](api/objectives.md#trl_a3po.objectives.{function})"
-        rows.append(f"| {link} | {' '.join(summary.split())} | {defaults} |")
-    return "\n".join(rows)
+def markdown_table(rows: list[list[str]]) -> str:
+    """Rows, the header first, as a table of Markdown."""
+    header, *rest = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rest])
 
 
-TABLES = {"settings": settings_tables, "objectives": objectives_table}
+def objective_table(name: str) -> str:
+    from trl_a3po.objectives import documentation
+
+    return markdown_table(getattr(documentation, name)())
+
+
+TABLES = {
+    "settings": settings_tables,
+    "objectives": lambda: objective_table("objectives_table"),
+    "objective loss types": lambda: objective_table("loss_types_table"),
+    "objective KL terms": lambda: objective_table("kl_table"),
+    "objective schedules": lambda: objective_table("schedules_table"),
+}

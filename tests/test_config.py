@@ -10,7 +10,8 @@ import torch
 from trl import GRPOConfig
 
 from trl_a3po import A3POConfig
-from trl_a3po.config.a3po_config import CHOICES
+from trl_a3po.config.annotations import annotations
+from trl_a3po.config.documentation import setting_rows
 
 
 def config(**settings):
@@ -22,11 +23,7 @@ def test_defaults():
     args = config()
     assert (args.max_staleness, args.schedule, args.objective) == (4, "async", "decoupled")
     assert (args.proximal_method, args.fresh_proximal) == ("loglinear", "behavior")
-    assert (args.behavior_weight_cap, args.behavior_weight_mode, args.behavior_weight_level) == (
-        5.0,
-        "truncate",
-        "token",
-    )
+    assert (args.behavior_weight_cap, args.behavior_weight_mode) == (5.0, "truncate")
     assert (args.kv_on_publish, args.lora_sync, args.reward_workers, args.weight_sync_steps) == (
         "keep",
         "adapter",
@@ -49,8 +46,9 @@ def test_bf16_can_be_asked_for_on_a_cpu():
 
 
 def test_every_field_has_a_help_text():
-    own = set(A3POConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
-    assert all(A3POConfig.__dataclass_fields__[name].metadata.get("help") for name in own)
+    assert [
+        setting.name for setting in fields(A3POConfig) if setting.name in OWN and not setting.metadata["help"]
+    ] == []
 
 
 def test_the_sync_schedule_has_no_staleness_to_spend():
@@ -71,10 +69,6 @@ def test_the_sync_schedule_has_no_staleness_to_spend():
 )
 def test_optimizer_steps_per_generation(settings, steps):
     assert config(**settings).optimizer_steps_per_generation == steps
-
-
-def test_sequence_ratios_force_sequence_weights():
-    assert config(importance_sampling_level="sequence").behavior_weight_level == "sequence"
 
 
 def test_trls_server_fields_name_the_engine():
@@ -128,7 +122,6 @@ REFUSED = [
     ({"behavior_weight_cap": 1.0}, "behavior_weight_cap=1.0"),
     ({"spo_negative_scale": 1.5}, "spo_negative_scale=1.5"),
     ({"temperature": 0.0}, "temperature=0.0"),
-    ({"behavior_weight_level": "sequence"}, "importance_sampling_level='token'"),
     ({"loss_type": "cispo"}, "loss_type='cispo'"),
     ({"loss_type": "vespo"}, "loss_type='vespo'"),
     ({"delta": 4.0}, "delta=4.0"),
@@ -144,15 +137,15 @@ REFUSED = [
     ({"masked_is_upper": 1.0}, "masked_is_upper=1.0"),
     ({"aipo_cap": math.inf}, "aipo_cap=inf"),
     ({"m2po_threshold": 0.0}, "m2po_threshold=0.0"),
-    ({"objective": "masked_is"}, "set 'reuse' (one optimizer step a batch) or 'recompute'"),
-    ({"objective": "masked_is", "proximal_method": "reuse", "num_iterations": 2}, "set 'recompute'"),
+    ({"objective": "masked_is"}, "set proximal_method='reuse' or 'recompute'"),
+    ({"objective": "masked_is", "proximal_method": "reuse", "num_iterations": 2}, "or choose another proximal_method"),
     ({"objective": "aipo", "behavior_weight_cap": 2.0}, "behavior_weight_cap=2.0 is not used by objective='aipo'"),
     ({"objective": "m2po", "proximal_method": "recompute"}, "or set objective='decoupled' or 'masked_is'"),
     ({"m2po_threshold": 0.1}, "m2po_threshold=0.1 is not used by objective='decoupled'"),
-    ({"objective": "aipo", "loss_type": "cispo"}, "loss_type='cispo' brings"),
-    ({"objective": "m2po", "importance_sampling_level": "sequence"}, "set 'token'"),
+    ({"objective": "aipo", "loss_type": "cispo"}, "which loss_type='cispo' breaks"),
+    ({"objective": "m2po", "importance_sampling_level": "sequence"}, "set importance_sampling_level='token'"),
     ({"objective": "aipo", "delta": 4.0}, "delta=4.0"),
-    ({"objective": "m2po", "schedule": "periodic"}, "which objective='m2po' breaks"),
+    ({"objective": "m2po", "schedule": "periodic"}, "which schedule='periodic' breaks"),
     ({"objective": "spo", "loss_type": "grpo"}, "set scale_rewards='none'"),
     (
         {"objective": "spo", "loss_type": "grpo", "scale_rewards": "none", "mask_truncated_completions": True},
@@ -172,15 +165,9 @@ def test_refused_with_what_to_set_instead(settings, message):
 OWN = {field.name for field in fields(A3POConfig)} - {field.name for field in fields(GRPOConfig)}
 
 
-def numeric_settings(annotation: str) -> list[tuple[str, bool]]:
-    """Fields of A3POConfig's own with this type, and whether None is their default."""
-    own = [f for f in fields(A3POConfig) if f.name in OWN]
-    return [
-        (f.name, f.default is None) for f in own if str(getattr(f.type, "__name__", f.type)).startswith(annotation)
-    ]
-
-
-WHOLE, REAL = numeric_settings("int"), numeric_settings("float")
+ANNOTATIONS = list(annotations())
+WHOLE = [(known.name, known.optional) for known in ANNOTATIONS if known.type is int]
+REAL = [(known.name, known.optional) for known in ANNOTATIONS if known.type is float]
 WRONG = [(name, value) for name, _ in WHOLE for value in ("5", 1.0, True, [1])]
 WRONG += [(name, value) for name, _ in REAL for value in ("5", True, math.nan, [1.0])]
 WRONG += [(name, None) for name, optional in WHOLE + REAL if not optional]
@@ -197,7 +184,7 @@ def test_a_numeric_setting_of_a_wrong_type_is_refused_by_name(name, value):
         config(**{name: value})
 
 
-FLAGS = [field.name for field in fields(A3POConfig) if field.type is bool and field.name in OWN]
+FLAGS = [known.name for known in ANNOTATIONS if known.type is bool]
 TEXTS = ("vllm_weights_dir", "vllm_python")
 LISTS = ("engine_device", "vllm_server_urls")
 MISTYPED = [(name, value) for name in FLAGS for value in ("False", "no", None, 0, 1, "", [])]
@@ -205,11 +192,19 @@ MISTYPED += [(name, value) for name in TEXTS for value in (-1, True, "", ["a"], 
 MISTYPED += [(name, value) for name in LISTS for value in (0, 1.5, True, -1, "", [], {}, [0], [None], [""], ("a",))]
 
 
+def test_the_docstring_describes_every_setting_with_the_help_of_its_field():
+    described = re.sub(r"\s+", " ", A3POConfig.__doc__)
+    for row in setting_rows():
+        assert f"{row.name} (`{row.type}`, *optional*" in described and re.sub(r"\s+", " ", row.help) in described
+
+
 def test_the_flags_texts_and_lists_are_known():
-    """Every other setting is a number, or one of the choices that its check has."""
+    """Every other setting is a number, or has a list of choices."""
+    assert {known.name for known in ANNOTATIONS} == OWN
     assert set(FLAGS) == {"deterministic", "drop_zero_variance_groups", "dry_run"}
-    others = OWN - {*FLAGS, *TEXTS, *LISTS, *CHOICES, *(name for name, _ in WHOLE + REAL)}
-    assert others == {"engine", "engine_dtype"}
+    choices = {known.name for known in ANNOTATIONS if known.choices}
+    others = OWN - {*FLAGS, *TEXTS, *LISTS, *choices, *(name for name, _ in WHOLE + REAL)}
+    assert others == {"engine", "objective"}
 
 
 @pytest.mark.parametrize("name, value", MISTYPED, ids=[f"{name}={value!r}" for name, value in MISTYPED])

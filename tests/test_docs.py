@@ -13,7 +13,7 @@ import trl_a3po.objectives
 from tests.house.test_rooms import imports_by_room
 from tests.runs import build
 from trl_a3po import A3POConfig
-from trl_a3po.config.a3po_config import CHOICES
+from trl_a3po.objectives.table import OBJECTIVES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -108,7 +108,7 @@ def test_settings_of_the_tables_are_fields_with_their_defaults(page):
 
 def test_the_page_on_settings_names_every_objective():
     (row,) = [row for names, *row in rows(ROOT / "docs" / "settings.md", "setting") if names == "`objective`"]
-    assert {name for name in CHOICES["objective"] if f'"{name}"' not in " ".join(row)} == set()
+    assert {name for name in OBJECTIVES if f'"{name}"' not in " ".join(row)} == set()
 
 
 def test_the_code_of_the_page_on_metrics_reads_a_run(model_path, tmp_path):

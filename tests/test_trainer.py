@@ -188,7 +188,7 @@ def decoupled_reference(trainer, lt, inputs):
     lp = proximal_logps(lb, lt, inputs["staleness"], args.proximal_method, args.fresh_proximal)
     per_token, _ = decoupled_loss(
         lt, lb, lp, inputs["advantages"], mask, weight_cap=args.behavior_weight_cap,
-        weight_mode=args.behavior_weight_mode, weight_level=args.behavior_weight_level,
+        weight_mode=args.behavior_weight_mode, weight_level=args.importance_sampling_level,
     )  # fmt: skip
     return reduce(trainer, per_token, inputs)
 
@@ -268,7 +268,7 @@ def rival_weight(objective, lt, lb, mask):
     ],
     ids=lambda settings: settings["objective"],
 )
-def test_the_gradient_of_the_rivals_is_that_of_their_equations(model_path, tmp_path, settings):
+def test_the_gradient_of_the_baselines_is_that_of_their_equations(model_path, tmp_path, settings):
     class Check(GradientCheck):
         @staticmethod
         def reference(trainer, lt, inputs):

@@ -50,7 +50,6 @@ from trl_a3po.distributed.shared_folder import check_shared
 from trl_a3po.distributed.team import Team
 from trl_a3po.forward.training import TrainingForward
 from trl_a3po.objectives import token_staleness
-from trl_a3po.objectives.choose import chosen_anchor
 from trl_a3po.protocol.records import Group
 from trl_a3po.publish.quantised import prevent_repacking
 from trl_a3po.report.completions_table import completion_columns
@@ -412,7 +411,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         """Put the anchor and the weighted advantages into `inputs`, with which TRL's loss is the objective's."""
         advantages, version = inputs["advantages"], self.state.global_step
         epsilons = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
-        anchor, weight, stats = chosen_anchor(
+        anchor, weight, stats = self.args.objective_record.anchor_and_weight(
             self.args,
             policy_logps,
             inputs["sampling_per_token_logps"],

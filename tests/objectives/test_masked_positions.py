@@ -1,22 +1,22 @@
 """Whatever stands outside the mask, and whatever precision comes in: same values, gradients and statistics."""
 
 import math
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trl_a3po.objectives import (
-    aipo_anchor,
-    asympo_anchor,
+    OBJECTIVES,
     asympo_loss,
     behavior_weight,
     decoupled_anchor,
     decoupled_loss,
-    m2po_anchor,
     masked_is_anchor,
-    spo_anchor,
     spo_loss,
 )
+from trl_a3po.objectives.table import ObjectiveSettings
 
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30, -1e30]
 
@@ -31,19 +31,22 @@ LOSSES = {
     "asympo": lambda policy, lb, d, A, mask: asympo_loss(policy, A, mask),
     "spo": lambda policy, lb, d, A, mask: spo_loss(policy, A, mask),
 }
-ANCHORS = {
-    "decoupled": decoupled_anchor,
+SETTINGS = SimpleNamespace(**asdict(ObjectiveSettings()), importance_sampling_level="token")
+
+
+def anchor_of(objective):
+    """The anchor of an objective with its default settings."""
+    rest = {"recomputed_logps": None, "epsilon_low": 0.2, "epsilon_high": 0.2}
+    return lambda *batch: objective.anchor_and_weight(SETTINGS, *batch, **rest)
+
+
+ANCHORS = {name: anchor_of(objective) for name, objective in OBJECTIVES.items()} | {
     "decoupled-linear": lambda *args: decoupled_anchor(*args, proximal_method="linear"),
     "decoupled-sequence": lambda *args: decoupled_anchor(*args, weight_level="sequence"),
     "decoupled-recompute": lambda *args: decoupled_anchor(
         *args, proximal_method="recompute", recomputed_logps=args[0] + 0.1
     ),
-    "asympo": asympo_anchor,
-    "spo": spo_anchor,
-    "masked_is": masked_is_anchor,
     "masked_is-recompute": lambda *args: masked_is_anchor(*args, recomputed_logps=args[0] + 0.1),
-    "aipo": aipo_anchor,
-    "m2po": m2po_anchor,
 }
 
 

@@ -56,7 +56,7 @@ def _check_fixed_lag(config: "A3POConfig") -> None:
             "drop_zero_variance_groups=True with schedule='fixed_lag' cannot replace a group: its batch is "
             "sampled as one: set drop_zero_variance_groups=False or schedule='async'."
         )
-    micro_steps = config.steps_per_generation * config.num_iterations
+    micro_steps = config.micro_steps_per_generation
     steps, rest = divmod(micro_steps, config.gradient_accumulation_steps)
     if rest:
         raise ValueError(
@@ -95,7 +95,6 @@ def _check_sum_of_groups(config: "A3POConfig") -> None:
             "sum_then_normalize",
         ),
         ("loss_type", config.loss_type == "bnpo", sum_of_groups, "dapo"),
-        ("objective", config.objective == "m2po", sum_of_groups, "aipo"),
         ("top_entropy_quantile", config.top_entropy_quantile < 1, sum_of_groups, 1.0),
         ("entropy_coef", config.entropy_coef != 0, sum_of_groups, 0.0),
         ("use_adaptive_entropy", config.use_adaptive_entropy, sum_of_groups, False),
@@ -105,8 +104,8 @@ def _check_sum_of_groups(config: "A3POConfig") -> None:
                 f"schedule='periodic' needs {why}, which {name}={getattr(config, name)!r} breaks: set "
                 f"{name}={instead!r}, or schedule='sync'."
             )
-    rows = config.generation_batch_size // config.steps_per_generation
-    if rows % config.num_generations:
+    rows = config.completions_per_micro_step
+    if rows % config.rollouts_per_group:
         raise ValueError(
             f"schedule='periodic' trains whole groups in each micro-step, but the {rows} completions that "
             f"per_device_train_batch_size={config.per_device_train_batch_size} makes of it on all processes are not "

@@ -5,45 +5,34 @@ Guarantees: what passes has the type and the range that its help gives; nothing 
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+
+from trl_a3po.config.annotations import Annotation, annotations
+from trl_a3po.objectives.table import OBJECTIVES
+from trl_a3po.protocol.ranges import Range
 
 if TYPE_CHECKING:
     from trl_a3po.config.a3po_config import A3POConfig
 
-LEAST_WHOLE_NUMBERS = {
-    "max_staleness": 0,
-    "compare_proximal_every": 0,
-    "weight_sync_steps": 1,
-    "max_attempts": 1,
-    "engine_slots": 1,
-    "engine_threads": 1,
-    "engine_restarts": 0,
-    "engine_max_prompt_tokens": 1,
-    "delivery_check_steps": 0,
-    "reward_workers": 0,
-    "max_rejected_groups_in_a_row": 1,
-}
-ABOVE_ZERO = ("reward_timeout", "vllm_outage_timeout", "stall_timeout", "asympo_min_scale", "temperature")
-FLAGS = ("deterministic", "drop_zero_variance_groups", "dry_run")
+INHERITED_NUMBERS = (Annotation("temperature", float, range=Range(above=0)),)
 
 
-def check_choices(config: "A3POConfig", choices: Mapping[str, Sequence[str]]) -> None:
-    """Raise `ValueError` for a setting that is none of its `choices`, by name."""
-    for name, known in choices.items():
+def check_choices(config: "A3POConfig") -> None:
+    """Raise `ValueError` for a value that is not among the choices of its setting."""
+    choices = {annotation.name: (annotation.choices, annotation.optional) for annotation in annotations()}
+    for name, (known, optional) in {**choices, "objective": (tuple(OBJECTIVES), False)}.items():
         value = getattr(config, name)
-        if value not in known:
+        if known and value not in known and not (optional and value is None):
             raise ValueError(f"{name}={value!r} is not known: set one of {', '.join(map(repr, known))}.")
 
 
 def check_types(config: "A3POConfig") -> None:
-    """Raise `ValueError` for a flag that is not a `bool`, and for a text, or a list of them, that is none."""
-    for name in FLAGS:
+    """Raise `ValueError` for a flag that is not a `bool`, and for a name, path or list of names of another type."""
+    for name in (annotation.name for annotation in annotations() if annotation.type is bool):
         value = getattr(config, name)
         if type(value) is not bool:  # "no" would count as True
             raise ValueError(f"{name}={value!r} must be True or False.")
-    device = config.engine_device
+    device: object = config.engine_device
     if not (device is None or _is_text(device) or _is_texts(device)):
         example = f"cuda:{device}" if type(device) is int and device >= 0 else "cuda:0"
         raise ValueError(
@@ -75,30 +64,19 @@ def check_checkpoints(config: "A3POConfig") -> None:
 
 
 def check_numbers(config: "A3POConfig") -> None:
-    """Raise `ValueError` for a number outside its range; `None` is allowed where it is the default."""
-    optional = {setting.name for setting in fields(config) if setting.default is None}
-    for name, low in LEAST_WHOLE_NUMBERS.items():
-        value = getattr(config, name)
-        if not ((type(value) is int and value >= low) or (value is None and name in optional)):
-            raise ValueError(f"{name}={value!r} must be a whole number of at least {low}.")
-    for name in ABOVE_ZERO:
-        value = getattr(config, name)
-        if not ((_is_number(value) and 0 < value < math.inf) or (value is None and name in optional)):
-            raise ValueError(f"{name}={value!r} must be a finite number above 0.")
-    if not (_is_number(config.spo_negative_scale) and 0 <= config.spo_negative_scale <= 1):
-        raise ValueError(f"spo_negative_scale={config.spo_negative_scale!r} must be a number from 0 to 1.")
-    for name, range_, holds in (
-        ("masked_is_lower", "at least 0 and below 1", lambda value: 0 <= value < 1),
-        ("masked_is_upper", "above 1", lambda value: 1 < value < math.inf),
-        ("aipo_cap", "above 1", lambda value: 1 < value < math.inf),
-        ("m2po_threshold", "above 0", lambda value: 0 < value < math.inf),
-    ):
-        value = getattr(config, name)
-        if not (_is_number(value) and holds(value)):
-            raise ValueError(f"{name}={value!r} must be a finite number {range_}.")
+    """Raise `ValueError` for a number outside the range of its setting."""
+    for annotation in (*annotations(), *INHERITED_NUMBERS):
+        value = getattr(config, annotation.name)
+        if annotation.range is None or (annotation.optional and value is None):
+            continue
+        if annotation.type is int:
+            if type(value) is not int or value not in annotation.range:
+                raise ValueError(f"{annotation.name}={value!r} must be a whole number of {annotation.range}.")
+        elif not (_is_number(value) and value in annotation.range):
+            raise ValueError(f"{annotation.name}={value!r} must be a finite number {annotation.range}.")
     _check_cap(config)
     if config.reward_on_timeout is not None:
-        _check_reward_on_timeout(config)
+        _check_reward_on_timeout(config, config.reward_on_timeout)
 
 
 def check_forward(config: "A3POConfig") -> None:
@@ -131,8 +109,7 @@ def _check_cap(config: "A3POConfig") -> None:
         )
 
 
-def _check_reward_on_timeout(config: "A3POConfig") -> None:
-    value = config.reward_on_timeout
+def _check_reward_on_timeout(config: "A3POConfig", value: float) -> None:
     if not (_is_number(value) and math.isfinite(value)):
         raise ValueError(f"reward_on_timeout={value!r} must be a finite number; None rejects the group.")
     if config.reward_timeout is None:

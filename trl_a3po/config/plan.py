@@ -29,7 +29,7 @@ def config_plan(args: "A3POConfig") -> str:
         "weights published": "at the start of every batch"
         if args.lag is not None or args.schedule == "periodic"
         else f"when {args.weight_sync_steps} optimizer steps old, at the start of a batch",
-        "objective": f"{args.objective}, {_objective_detail(args)}, loss_type {args.loss_type}",
+        "objective": f"{args.objective}, {args.objective_record.plan(args)}, loss_type {args.loss_type}",
         "engine": f"{engine}, {args.engine_slots or 'automatic'} slots, kv_on_publish {args.kv_on_publish}"
         + (", deterministic" if args.deterministic else ""),
         "completions": f"at most {args.max_completion_length} tokens at temperature {args.temperature:g}",
@@ -41,29 +41,6 @@ def config_plan(args: "A3POConfig") -> str:
 
 def table(lines: dict[str, str]) -> str:
     return "\n".join(f"{name + ':':<25}{value}" for name, value in lines.items())
-
-
-def _objective_detail(args: "A3POConfig") -> str:
-    match args.objective:
-        case "decoupled":
-            cap = (
-                "no cap"
-                if args.behavior_weight_mode == "none"
-                else f"{args.behavior_weight_mode} at {args.behavior_weight_cap:g}"
-            )
-            return f"proximal policy {args.proximal_method}, behavior weight per {args.behavior_weight_level}: {cap}"
-        case "asympo":
-            return f"scale at least {args.asympo_min_scale:g}"
-        case "spo":
-            return f"negative advantages x {args.spo_negative_scale:g}"
-        case "masked_is":
-            kept = f"{args.masked_is_lower:g} to {args.masked_is_upper:g}"
-            return f"proximal policy {args.proximal_method}, weights {kept}"
-        case "aipo":
-            return f"behavior ratio at most {args.aipo_cap:g}"
-        case "m2po":
-            return f"second moment at most {args.m2po_threshold:g}"
-    raise NotImplementedError(f"objective={args.objective!r} has no line in the plan yet: give it a case here.")
 
 
 def _rewards_detail(args: "A3POConfig") -> str:

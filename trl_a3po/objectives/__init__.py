@@ -16,16 +16,21 @@ The trainer uses an objective through its anchor function, `(policy_logps, behav
 advantages `A·weight` has the gradient of the objective. The `*_loss` functions are the closed forms, for comparison.
 """
 
+from trl_a3po.objectives.aipo import aipo_anchor
+from trl_a3po.objectives.asympo import asympo_anchor, asympo_loss
 from trl_a3po.objectives.behavior import behavior_weight
 from trl_a3po.objectives.comparison import ProximalComparison
 from trl_a3po.objectives.decoupled import decoupled_anchor, decoupled_loss
+from trl_a3po.objectives.m2po import m2po_anchor
+from trl_a3po.objectives.masked_is import masked_is_anchor
 from trl_a3po.objectives.proximal import proximal_logps
-from trl_a3po.objectives.rivals import aipo_anchor, m2po_anchor, masked_is_anchor
-from trl_a3po.objectives.scaled import asympo_anchor, asympo_loss, spo_anchor, spo_loss
+from trl_a3po.objectives.spo import spo_anchor, spo_loss
 from trl_a3po.objectives.staleness import interpolation_weight, token_staleness
 from trl_a3po.objectives.stats import DecoupledStats, ScaleStats
+from trl_a3po.objectives.table import OBJECTIVES
 
 __all__ = [
+    "OBJECTIVES",
     "DecoupledStats",
     "ProximalComparison",
     "ScaleStats",

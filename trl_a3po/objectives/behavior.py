@@ -68,7 +68,7 @@ def apply_cap(w: torch.Tensor, cap: float | None, mode: WeightMode) -> torch.Ten
 
 
 def is_capped(w: torch.Tensor, cap: float | None, mode: WeightMode) -> torch.Tensor:
-    return torch.zeros_like(w, dtype=torch.bool) if mode == "none" else w > cap
+    return torch.zeros_like(w, dtype=torch.bool) if mode == "none" or cap is None else w > cap
 
 
 def check_cap(cap: float | None, mode: WeightMode) -> None:

@@ -5,13 +5,32 @@ Guarantees: the only path of the gradient is the current log-prob inside `r`; be
 `D = max(d, 1)`: it widens with staleness, and a cap on `w` is therefore on by default.
 """
 
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
 import torch
 
 from trl_a3po.objectives.behavior import WeightLevel, WeightMode, apply_cap, at_level, check_cap, is_capped
-from trl_a3po.objectives.inputs import blank, check_option, check_shapes, staleness_inside, upcast
-from trl_a3po.objectives.proximal import PROXIMAL_METHODS, proximal_logps
+from trl_a3po.objectives.inputs import (
+    anchor_outside,
+    blank,
+    check_option,
+    check_shapes,
+    recomputed_inside,
+    staleness_inside,
+    upcast,
+)
+from trl_a3po.objectives.objective import Need, Objective, SettingsOfObjective
+from trl_a3po.objectives.proximal import (
+    PROXIMAL_METHODS,
+    TOKEN_LOSS_TYPES,
+    ProximalMethod,
+    ProximalSettings,
+    proximal_logps,
+)
 from trl_a3po.objectives.staleness import Fresh, interpolation_weight
 from trl_a3po.objectives.stats import DecoupledStats
+from trl_a3po.protocol.ranges import Range
 
 
 def decoupled_loss(
@@ -69,7 +88,7 @@ def decoupled_anchor(
     advantages: torch.Tensor,
     mask: torch.Tensor,
     *,
-    proximal_method: str = "loglinear",
+    proximal_method: ProximalMethod | Literal["recompute"] = "loglinear",
     recomputed_logps: torch.Tensor | None = None,
     fresh: Fresh = "behavior",
     weight_cap: float | None = 5.0,
@@ -102,16 +121,20 @@ def decoupled_anchor(
             staleness, shapes that do not match.
     """
     check_option("proximal_method", proximal_method, (*PROXIMAL_METHODS, "recompute"))
-    _check_recomputed(proximal_method, recomputed_logps)
     check_cap(weight_cap, weight_mode)
     check_shapes(mask, advantages, policy_logps=policy_logps, behavior_logps=behavior_logps, staleness=staleness)
     mask = mask.bool()
     lt, lb = blank(mask, *upcast(policy_logps, behavior_logps))
     d = staleness_inside(mask, staleness)
 
+    if (proximal_method == "recompute") != (recomputed_logps is not None):
+        raise ValueError(
+            f"recomputed_logps is {'None' if recomputed_logps is None else 'given'} with proximal_method="
+            f"{proximal_method!r}: pass the log-probs of a forward pass with the weights at the take when, and only "
+            'when, proximal_method="recompute".'
+        )
     if proximal_method == "recompute":
-        check_shapes(mask, recomputed_logps=recomputed_logps)
-        (lp,) = blank(mask, recomputed_logps.to(lt.dtype))
+        lp = recomputed_inside(mask, recomputed_logps, lt)
     else:
         lp = proximal_logps(lb, lt, d, proximal_method, fresh)
     ratios = _ratios(lt, lb, lp, mask, weight_level)
@@ -121,12 +144,6 @@ def decoupled_anchor(
     if proximal_method in ("loglinear", "linear"):
         events["interpolation_weight"] = interpolation_weight(d, fresh)
     return anchor_outside(mask, lp, policy_logps), w, DecoupledStats.of(ratios | events, mask, d)
-
-
-def anchor_outside(mask: torch.Tensor, anchor: torch.Tensor, policy_logps: torch.Tensor) -> torch.Tensor:
-    """`anchor` inside the mask; outside, the current log-prob or, where that is not finite, 0."""
-    outside = policy_logps.detach().to(anchor.dtype).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    return torch.where(mask, anchor, outside)
 
 
 @torch.no_grad()
@@ -154,10 +171,68 @@ def _events(
     }
 
 
-def _check_recomputed(proximal_method: str, recomputed_logps: torch.Tensor | None) -> None:
-    if (proximal_method == "recompute") != (recomputed_logps is not None):
-        state = "given" if recomputed_logps is not None else "None"
-        raise ValueError(
-            f"recomputed_logps is {state} with proximal_method={proximal_method!r}: pass the log-probs of a forward "
-            'with the weights at take when, and only when, proximal_method="recompute".'
-        )
+def ratio_is_behavior_ratio(settings: "DecoupledSettings", staleness_bound: int) -> bool:
+    """Whether `r = ρ` for every token: the anchor is the behavior policy, or no token is more than one step stale."""
+    if settings.proximal_method == "behavior":
+        return True
+    interpolates = settings.proximal_method in ("loglinear", "linear")
+    return interpolates and settings.fresh_proximal == "behavior" and staleness_bound <= 1
+
+
+def _plan(settings: "DecoupledSettings") -> str:
+    capped = f"{settings.behavior_weight_mode} at {settings.behavior_weight_cap:g}"
+    cap = "no cap" if settings.behavior_weight_mode == "none" else capped
+    return f"proximal policy {settings.proximal_method}, behavior weight: {cap}"
+
+
+DECOUPLED = Objective(
+    name="decoupled",
+    summary="A-3PO: clipped PPO around a proximal policy, weighted by the behavior weight",
+    formula="`-w · min(r·A, clip(r)·A)`",
+    paper="[arXiv 2512.06547](https://arxiv.org/abs/2512.06547)",
+    anchor=decoupled_anchor,
+    arguments={
+        "proximal_method": "proximal_method",
+        "fresh_proximal": "fresh",
+        "behavior_weight_cap": "weight_cap",
+        "behavior_weight_mode": "weight_mode",
+        "importance_sampling_level": "weight_level",  # the levels of w and r are one, or w·r would not be ρ
+    },
+    plan=_plan,
+    needs=(
+        Need("loss_type", (*TOKEN_LOSS_TYPES, "luspo"), "a loss type that does not shape the policy ratio itself"),
+        Need("delta", (None,), "its own bound, behavior_weight_cap, as the only one on the policy ratio"),
+    ),
+    has_proximal_policy=True,
+    ratio_is_behavior_ratio=ratio_is_behavior_ratio,
+)
+
+
+@dataclass
+class DecoupledSettings(ProximalSettings, SettingsOfObjective):
+    _record: ClassVar[Objective] = DECOUPLED
+
+    fresh_proximal: Literal["behavior", "policy"] = field(
+        default="behavior",
+        metadata={
+            "help": "Anchor of tokens of staleness 0. 'behavior' keeps the trust region for them; 'policy' removes "
+            "it, and needs one optimizer step per batch."
+        },
+    )
+    behavior_weight_cap: float = field(
+        default=5.0, metadata={"help": "Largest behavior weight, above 1; see behavior_weight_mode."}
+    )
+    behavior_weight_mode: Literal["truncate", "mask", "none"] = field(
+        default="truncate",
+        metadata={
+            "help": "What happens to behavior weights above the cap. 'truncate' lowers them to the cap; 'mask' gives "
+            "the token weight 0; 'none' keeps them."
+        },
+    )
+    compare_proximal_every: Annotated[int, Range(least=0)] = field(
+        default=0,
+        metadata={
+            "help": "Optimizer steps between two comparisons of the log-linear anchor with the recomputed one, "
+            "logged as a3po/compare/…. Each comparison costs a forward pass of one batch. 0 makes none."
+        },
+    )

@@ -55,3 +55,40 @@ def staleness_inside(mask: torch.Tensor, staleness: torch.Tensor) -> torch.Tenso
 def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`(B, T)` blanked values -> `(B, 1)`, their mean over the row's tokens; 0 for a row without tokens."""
     return values.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def checked_inputs(
+    policy_logps: torch.Tensor,
+    behavior_logps: torch.Tensor,
+    staleness: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The boolean mask, and `lt`, `lb` and `d` with 0 outside of the mask.
+
+    Raises:
+        ValueError: shapes that do not match, a negative staleness.
+    """
+    check_shapes(mask, advantages, policy_logps=policy_logps, behavior_logps=behavior_logps, staleness=staleness)
+    mask = mask.bool()
+    lt, lb = blank(mask, *upcast(policy_logps, behavior_logps))
+    return mask, lt, lb, staleness_inside(mask, staleness)
+
+
+def recomputed_inside(mask: torch.Tensor, recomputed_logps: torch.Tensor | None, lt: torch.Tensor) -> torch.Tensor:
+    """The log-probs of a forward pass at the take, with 0 outside of the mask; `lt` if there was none.
+
+    Raises:
+        ValueError: they have another shape than the mask.
+    """
+    if recomputed_logps is None:
+        return lt
+    check_shapes(mask, recomputed_logps=recomputed_logps)
+    (lp,) = blank(mask, recomputed_logps.to(lt.dtype))
+    return lp
+
+
+def anchor_outside(mask: torch.Tensor, anchor: torch.Tensor, policy_logps: torch.Tensor) -> torch.Tensor:
+    """`anchor` inside the mask; outside, the current log-prob or, where that is not finite, 0."""
+    outside = policy_logps.detach().to(anchor.dtype).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.where(mask, anchor, outside)

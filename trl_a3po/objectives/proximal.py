@@ -4,6 +4,7 @@ Guarantees: the result carries no gradient; at interpolation weight 0 it is the 
 current one, bit for bit.
 """
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -13,6 +14,23 @@ from trl_a3po.objectives.staleness import Fresh, interpolation_weight_as
 
 ProximalMethod = Literal["loglinear", "linear", "behavior", "reuse"]
 PROXIMAL_METHODS = ("loglinear", "linear", "behavior", "reuse")
+
+TOKEN_LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo")
+"""TRL's loss types that bring no ratio or weight of their own and take weights of single tokens."""
+
+
+@dataclass
+class ProximalSettings:
+    """The settings of objectives with a proximal policy."""
+
+    proximal_method: Literal["loglinear", "linear", "behavior", "reuse", "recompute"] = field(
+        default="loglinear",
+        metadata={
+            "help": "Anchor of the trust region. 'loglinear' interpolates log-probs (A-3PO, no forward pass); "
+            "'linear' interpolates probabilities; 'behavior' is the policy that sampled the token; 'reuse' is the "
+            "current policy (one optimizer step per batch); 'recompute' runs a forward pass when the batch is taken."
+        },
+    )
 
 
 def proximal_logps(

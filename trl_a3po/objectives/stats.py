@@ -124,8 +124,14 @@ class Tally:
         )
 
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        tensors = ("count", "sums", "squares", "minima", "maxima")
-        return replace(self, **{name: function(getattr(self, name)) for name in tensors})
+        return replace(
+            self,
+            count=function(self.count),
+            sums=function(self.sums),
+            squares=function(self.squares),
+            minima=function(self.minima),
+            maxima=function(self.maxima),
+        )
 
 
 class DecoupledStats(Tally):
@@ -139,9 +145,21 @@ class DecoupledStats(Tally):
     clip removes.
     """
 
+    @classmethod
+    def unclipped(cls, rho: torch.Tensor, capped: torch.Tensor, mask: torch.Tensor, staleness: torch.Tensor) -> Self:
+        """The statistics of an objective that anchors on the current policy, so that `r = 1` and no token is clipped.
+
+        Args:
+            rho: `ρ`, `(B, T)`, which is also the weight before its bound.
+            capped: `(B, T)`, where the weight differs from `ρ`.
+        """
+        never = torch.zeros_like(mask)
+        values = {"w": rho, "r": torch.ones_like(rho), "rho": rho, "clip_low": never, "clip_high": never}
+        return cls.of({**values, "capped": capped}, mask, staleness)
+
     def _summary(self, column: int) -> dict[str, float]:
         entries = self._column(column)
-        metrics = {}
+        metrics: dict[str, float] = {}
         for name in ("w", "r", "rho"):
             if name in self.names:
                 metrics |= entries.spread(name)

@@ -63,7 +63,7 @@ def test_m2po_drops_the_tokens_that_moved_most(make_batch, ppo, row_means, seed,
         (masked_is_anchor, {"lower": 0.7, "upper": 3.0}, [-2 / 3, 0, -1 / 3]),  # the second is too small
     ],
 )
-def test_rivals_worked_by_hand(ppo, anchor_of, options, gradients):
+def test_baselines_worked_by_hand(ppo, anchor_of, options, gradients):
     """Ratios of 2, 0.6 and 1 to the behavior policy, an advantage of 1."""
     policy = torch.tensor([[0.5, 0.3, 0.5]], dtype=torch.float64).log().requires_grad_()
     behavior = torch.tensor([[0.25, 0.5, 0.5]], dtype=torch.float64).log()
