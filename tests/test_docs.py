@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -181,7 +182,7 @@ def hooks():
 
 
 def test_the_site_has_a_row_for_every_setting(hooks):
-    settings = set(A3POConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
+    settings = {setting.name for setting in fields(A3POConfig)} - {setting.name for setting in fields(GRPOConfig)}
     assert settings <= set(re.findall(r"^\| `(\w+)` ", hooks.settings_tables(), re.M))
 
 
