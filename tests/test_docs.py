@@ -187,7 +187,7 @@ def test_the_site_has_a_row_for_every_setting(hooks):
 
 
 def test_the_site_has_a_row_for_every_objective(hooks):
-    assert re.findall(r"^\| \[`(\w+)`\]", hooks.objectives_table(), re.M) == list(CHOICES["objective"])
+    assert re.findall(r"^\| `(\w+)` ", hooks.TABLES["objectives"](), re.M) == list(OBJECTIVES)
 
 
 @pytest.mark.parametrize(
