@@ -155,7 +155,7 @@ BUILT = {
     "unknown generation_kwargs": (
         None, {"generation_kwargs": {"num_beams": 4}}, ValueError, "generation_kwargs holds num_beams"),
     "generation_kwargs with a field of its own": (
-        None, {"generation_kwargs": {"temperature": 0.5}}, ValueError, "set what is a field of A3POConfig there"),
+        None, {"generation_kwargs": {"temperature": 0.5}}, ValueError, "set fields of A3POConfig as such"),
     "top_p of 0": (None, {"top_p": 0.0}, ValueError, "top_p=0.0 cannot be sampled with: it must be above 0"),
     "min_p above 1": (None, {"min_p": 1.5}, ValueError, "min_p=1.5 cannot be sampled with"),
     "min_new_tokens above the length": (
