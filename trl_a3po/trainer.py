@@ -20,13 +20,15 @@ forward pass of the policy except for `proximal_method="recompute"`; there are n
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 from trl import GRPOTrainer
 
@@ -71,6 +73,9 @@ from trl_a3po.step_normalizer import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
 
 check_trl_hooks(GRPOTrainer)
 
+RewardFunction = str | PreTrainedModel | Callable[..., Any]
+"""A function, a reward model or its name. Unlike with TRL's annotation, a function may return `list[float]`."""
+
 
 class A3POTrainer(CheckpointHooks, GRPOTrainer):
     """
@@ -111,8 +116,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
 
     def __init__(
         self,
-        model: Any,
-        reward_funcs: Any = None,
+        model: str | PreTrainedModel | PeftModel,
+        reward_funcs: RewardFunction | list[Any] | None = None,
         args: A3POConfig | None = None,
         *arguments: Any,
         on_group: OnGroup | None = None,
