@@ -135,5 +135,5 @@ def completion_logps(
     """Log-probs `(T,)` of the completion's tokens in fp32, by one forward over the whole sequence."""
     device = next(model.parameters()).device
     input_ids = torch.tensor([[*prompt_ids, *token_ids]], device=device)
-    logits = model(input_ids).logits[0, len(prompt_ids) - 1 : -1].float() / temperature
+    logits: torch.Tensor = model(input_ids).logits[0, len(prompt_ids) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(token_ids, device=device)[:, None])[:, 0]

@@ -244,7 +244,9 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         number = self._step % self.args.steps_per_generation
         return {**inputs, "num_items_in_batch": self._normalizer.guess(number, inputs["num_items_in_batch"])}
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
         number = self._step % self.args.steps_per_generation
         loss = super().training_step(model, inputs, num_items_in_batch)
         return loss if self._normalizer is None else self._normalizer.correct(number, loss, model.parameters())

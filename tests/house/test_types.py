@@ -54,14 +54,28 @@ MISTAKES = {
     "a config of TRL's": ("A3POTrainer('model', print, args=GRPOConfig('outputs'))", "arg-type", "A3POConfig"),
     "a misspelt import": ("from trl_a3po import A3POTrainr", "attr-defined", "A3POTrainr"),
     "a misspelt attribute": ("print(A3POConfig('outputs').max_stalenes)", "attr-defined", "max_stalenes"),
-    "a hook that returns a number": ("A3POTrainer('model', on_group=lambda group: 3)", "arg-type", "on_group"),
+    "a hook that returns a number": ("A3POTrainer('model', on_group=lambda group: 3)", "return-value", "Rejection"),
 }
 
+PASSED_ON = "arguments of TRL or transformers, passed on"
 IMPRECISE = {
-    "A3POTrainer.__init__(arguments)": "those of GRPOTrainer, by position",
-    "A3POTrainer.__init__(options)": "those of GRPOTrainer, by name",
+    "A3POTrainer.__init__(arguments)": PASSED_ON,
+    "A3POTrainer.__init__(options)": PASSED_ON,
+    "A3POTrainer.train(args)": PASSED_ON,
+    "A3POTrainer.train(kwargs)": PASSED_ON,
+    "A3POTrainer.evaluation_loop(args)": PASSED_ON,
+    "A3POTrainer.evaluation_loop(kwargs)": PASSED_ON,
+    "PolicySpec.__init__(config)": "a configuration of transformers, which the protocol does not import",
 }
-"""Parameters that any value may be given for -> why."""
+"""Parameters of public names that take any value -> why."""
+
+MODULES = (
+    trl_a3po.errors,
+    trl_a3po.protocol.engine,
+    trl_a3po.protocol.records,
+    trl_a3po.protocol.weights,
+    trl_a3po.testing,
+)
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +124,6 @@ def public_objects() -> Iterator[tuple[str, Any]]:
             yield name, getattr(module, name)
 
 
-MODULES = (
-    trl_a3po.errors,
-    trl_a3po.protocol.engine,
-    trl_a3po.protocol.records,
-    trl_a3po.protocol.weights,
-    trl_a3po.testing,
-)
-
-
 def defined_in(module: Any) -> list[str]:
     return [
         name
@@ -148,7 +153,7 @@ def imprecise(name: str, function: Any) -> Iterator[str]:
         is_self = number == 0 and parameter in ("self", "cls")
         if not is_self and hints.get(parameter, Any) is Any:
             yield f"{name}({parameter})"
-    if hints.get("return", Any) is Any:
+    if function.__name__ != "__init__" and hints.get("return", Any) is Any:
         yield f"{name} -> Any"
 
 

@@ -8,7 +8,7 @@ than what it says, or never fill a batch, raises a `ValueError` that says what t
 import inspect
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from trl import GRPOConfig
@@ -32,6 +32,17 @@ from trl_a3po.objectives.table import OBJECTIVES, ObjectiveSettings
 from trl_a3po.rollout.take_plan import staleness_of_schedule
 
 
+class _BuiltGRPOConfig(GRPOConfig):
+    """For type checkers: what `GRPOConfig` annotates as optional, and has once it is built."""
+
+    if TYPE_CHECKING:
+        output_dir: str
+        max_completion_length: int
+        num_generations: int
+        generation_batch_size: int
+        steps_per_generation: int
+
+
 @dataclass
 class A3POConfig(
     StalenessSettings,
@@ -41,7 +52,7 @@ class A3POConfig(
     VLLMSettings,
     RewardSettings,
     ForwardSettings,
-    GRPOConfig,
+    _BuiltGRPOConfig,
 ):
     """
     Configuration of [`A3POTrainer`]: a [`~trl.GRPOConfig`] with the settings of asynchronous generation and of the

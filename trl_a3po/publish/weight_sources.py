@@ -69,5 +69,5 @@ def full_shape(tensor: torch.Tensor) -> torch.Size:
         from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
         if is_zero_param(tensor):
-            return torch.Size(tensor.ds_shape)  # type: ignore[attr-defined]
+            return torch.Size(tensor.ds_shape)  # type: ignore[attr-defined]  # set by DeepSpeed
     return tensor.shape

@@ -5,17 +5,21 @@ Guarantees: a slot's row holds one sequence from position 0 on, without gaps; wh
 finite and must be masked.
 """
 
+from typing import Any
+
 import torch
+
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class PrefillCache:
     """Collects the keys and values `(P, kv_heads, L, head_dim)` of one forward over P whole sequences."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
-    def update(self, keys, values, layer, *args, **kwargs):
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> KeysAndValues:
         if layer != len(self.keys):
             raise ValueError(
                 f"Layer {layer} wrote to the cache out of turn (expected layer {len(self.keys)}): layers that share "
@@ -84,7 +88,8 @@ class SlotCache:
         self._reserve(length)
         self._at = (torch.arange(self._rows, device=positions.device), positions)
 
-    def update(self, keys, values, layer, *args, **kwargs):
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> KeysAndValues:
+        assert self._at is not None, "aim is called before each forward"
         rows, positions = self._at
         mine_keys, mine_values = self._keys[layer], self._values[layer]
         mine_keys[rows, :, positions] = keys[:, :, 0]

@@ -104,14 +104,16 @@ class ModelForward:
         positions: torch.Tensor,
     ) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH) if self._deterministic else nullcontext():
-            return self._model(
+            output = self._model(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions.to(self.device),
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
                 **{self._cache_name: cache},
-            ).logits
+            )
+        logits: torch.Tensor = output.logits
+        return logits
 
     def _mask(self, visible: torch.Tensor) -> torch.Tensor:
         """What to add to attention scores: `(N, L)` bool to `(N, 1, 1, L)`, 0 where visible."""

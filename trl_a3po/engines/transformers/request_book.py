@@ -7,6 +7,7 @@ yet, and scores that no worker has answered, are sent to the next worker.
 import itertools
 from collections import deque
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from trl_a3po.protocol.engine import EngineEvent, GroupFailed, GroupRequest
 from trl_a3po.workers.channel import Channel
@@ -23,7 +24,7 @@ class RequestBook:
         self._outstanding: set[int] = set()
         self._unsent: list[GroupRequest] = []
         self._events: deque[EngineEvent] = deque()
-        self._scores: dict[int, tuple] = {}  # messages that ask for a score, until `forget`
+        self._scores: dict[int, tuple[Any, ...]] = {}  # messages that ask for a score, until `forget`
         self._answers: dict[int, Answer] = {}
         self._score_keys = itertools.count()
 

@@ -4,6 +4,8 @@ Guarantees: the noise of a token is a pure function of (seed, noise_key, rollout
 log-prob depend on that row alone; the log-prob is that of the policy at its temperature, before any filter.
 """
 
+from typing import NoReturn
+
 import numpy as np
 import torch
 
@@ -37,7 +39,8 @@ def uniform_noise(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
     state = (state ^ (state >> np.uint64(27))) * np.uint64(_MIX[1])
     state ^= state >> np.uint64(31)
     # 48 bits: the number times a sum of probabilities stays strictly below that sum in float64.
-    return ((state >> np.uint64(16)).astype(np.float64) + 0.5) * 2.0**-48
+    noise: np.ndarray = ((state >> np.uint64(16)).astype(np.float64) + 0.5) * 2.0**-48
+    return noise
 
 
 class Sampler:
@@ -122,7 +125,7 @@ class Sampler:
 
 
 def check_sampling(sampling: SamplingSettings, vocab_size: int) -> None:
-    def refuse(name: str, need: str):
+    def refuse(name: str, need: str) -> NoReturn:
         raise ValueError(f"{name}={getattr(sampling, name)} cannot be sampled with: it must be {need}.")
 
     if not 0 < sampling.temperature < float("inf"):

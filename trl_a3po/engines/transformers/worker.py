@@ -44,7 +44,7 @@ class Setup:
 
 
 def main() -> None:
-    channel = parents_channel()
+    channel, code = parents_channel(), 1
     try:
         load, decoder = _set_up(channel)
         _Server(channel, load, decoder).serve()
@@ -52,7 +52,6 @@ def main() -> None:
         code = 0  # the engine closed its side
     except BaseException:
         traceback.print_exc()
-        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing to tidy up, and the teardown of a CUDA context takes seconds
