@@ -51,10 +51,10 @@ MISTAKES = {
     "a setting of the wrong type": ('A3POConfig(max_staleness="4")', "arg-type", "max_staleness"),
     "a misspelt setting of TRL's": ("A3POConfig(learning_rat=1e-5)", "call-arg", "learning_rat"),
     "a value that is not a choice": ('A3POConfig(schedule="asynchronous")', "arg-type", "schedule"),
-    "a config of TRL's": ("A3POTrainer('model', print, args=GRPOConfig('outputs'))", "arg-type", "A3POConfig"),
+    "a config of TRL's": ("A3POTrainer('model', args=GRPOConfig('outputs'))", "arg-type", "A3POConfig"),
     "a misspelt import": ("from trl_a3po import A3POTrainr", "attr-defined", "A3POTrainr"),
     "a misspelt attribute": ("print(A3POConfig('outputs').max_stalenes)", "attr-defined", "max_stalenes"),
-    "a hook that returns a number": ("A3POTrainer('model', on_group=lambda group: 3)", "return-value", "Rejection"),
+    "a hook that returns a number": ("A3POTrainer('model', on_group=len)", "arg-type", "on_group"),
 }
 
 PASSED_ON = "arguments of TRL or transformers, passed on"
