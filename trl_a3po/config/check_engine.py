@@ -107,7 +107,11 @@ def _check_vllm(config: "A3POConfig") -> None:
             f"engine_slots={config.engine_slots} is decided by running vLLM servers: start them with --max-num-seqs "
             f"{config.engine_slots}, and leave engine_slots out."
         )
-    for url in config.vllm_server_urls or ():
+    _check_urls(config.vllm_server_urls or [])
+
+
+def _check_urls(urls: list[str]) -> None:
+    for url in urls:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ValueError(f"vllm_server_urls holds {url!r}: set URLs such as 'http://localhost:8000'.")
         if urlsplit(url).username is not None:
@@ -115,9 +119,9 @@ def _check_vllm(config: "A3POConfig") -> None:
                 f"vllm_server_urls holds a user for {urlsplit(url).hostname}, which vLLM does not know: leave it "
                 "out, and set the environment variable VLLM_API_KEY to the server's --api-key."
             )
-    servers = [server_url(url) for url in config.vllm_server_urls or ()]
+    servers = [server_url(url) for url in urls]
     if twice := sorted({url for url in servers if servers.count(url) > 1}):
         raise ValueError(
-            f"vllm_server_urls={config.vllm_server_urls} names {twice[0]} twice, which would count one server as "
+            f"vllm_server_urls={urls} names {twice[0]} twice, which would count one server as "
             "two: leave one of them out."
         )

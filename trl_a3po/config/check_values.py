@@ -32,6 +32,18 @@ def check_types(config: "A3POConfig") -> None:
         value = getattr(config, name)
         if type(value) is not bool:  # "no" would count as True
             raise ValueError(f"{name}={value!r} must be True or False.")
+    _check_names(config)
+    for name, what, default in (
+        ("vllm_weights_dir", "the path of a folder, as text", "output_dir/vllm"),
+        ("vllm_python", "the path of an interpreter, as text", "this one"),
+    ):
+        value = getattr(config, name)
+        if not (value is None or _is_text(value)):
+            raise ValueError(f"{name}={value!r} must be {what}; leave it out for {default}.")
+
+
+def _check_names(config: "A3POConfig") -> None:
+    """Devices and URLs: one name, or a list of names."""
     device: object = config.engine_device
     if not (device is None or _is_text(device) or _is_texts(device)):
         example = f"cuda:{device}" if type(device) is int and device >= 0 else "cuda:0"
@@ -45,13 +57,6 @@ def check_types(config: "A3POConfig") -> None:
             f"vllm_server_urls={urls!r} must be a list of URLs, such as ['http://localhost:8000']; leave it out to "
             "have a server started."
         )
-    for name, what, default in (
-        ("vllm_weights_dir", "the path of a folder, as text", "output_dir/vllm"),
-        ("vllm_python", "the path of an interpreter, as text", "this one"),
-    ):
-        value = getattr(config, name)
-        if not (value is None or _is_text(value)):
-            raise ValueError(f"{name}={value!r} must be {what}; leave it out for {default}.")
 
 
 def check_checkpoints(config: "A3POConfig") -> None:

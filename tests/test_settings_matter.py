@@ -1,0 +1,166 @@
+"""Each setting that `A3POConfig` adds can change a run: for two of its values, something that a run is made of
+differs.
+
+A setting that changes nothing, or has no entry here, fails.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tests.runs import build
+from tests.tiny import tiny_config
+from trl_a3po import A3POConfig
+from trl_a3po.config.documentation import setting_rows
+from trl_a3po.publish.adapter_or_merged import publishes_merged
+from trl_a3po.session import build_engine, build_queue, build_scorer
+
+ASYMPO = {"objective": "asympo", "loss_type": "grpo", "scale_rewards": "none"}
+MASKED = {"objective": "masked_is", "proximal_method": "reuse"}
+VLLM = {"engine": "vllm"}
+WORKERS = {"reward_workers": 1, "reward_timeout": 5.0}
+CASES = {  # setting -> (two values, the settings that go with them)
+    "max_staleness": (4, 1, {}),
+    "schedule": ("async", "sync", {}),
+    "weight_sync_steps": (1, 2, {}),
+    "max_attempts": (3, 1, {}),
+    "objective": ("decoupled", "aipo", {}),
+    "proximal_method": ("loglinear", "behavior", {}),
+    "fresh_proximal": ("behavior", "policy", {}),
+    "behavior_weight_cap": (5.0, 1.05, {}),
+    "behavior_weight_mode": ("truncate", "mask", {"behavior_weight_cap": 1.05}),
+    "asympo_min_scale": (1e-3, 10.0, ASYMPO),
+    "spo_negative_scale": (0.2, 1.0, {**ASYMPO, "objective": "spo"}),
+    "masked_is_lower": (0.5, 0.99, MASKED),
+    "masked_is_upper": (5.0, 1.01, MASKED),
+    "aipo_cap": (4.0, 1.01, {"objective": "aipo"}),
+    "m2po_threshold": (0.04, 1e-6, {"objective": "m2po"}),
+    "engine": ("transformers", "vllm", {}),
+    "engine_device": (None, ["cpu", "cpu"], {}),
+    "engine_dtype": (None, "bfloat16", {}),
+    "engine_slots": (4, 8, {}),
+    "engine_threads": (1, 2, {}),
+    "engine_restarts": (3, 0, {}),
+    "kv_on_publish": ("keep", "recompute", {}),
+    "deterministic": (False, True, {"engine_max_prompt_tokens": 8}),
+    "engine_max_prompt_tokens": (8, 16, {"deterministic": True}),
+    "lora_sync": ("adapter", "merged", {}),
+    "vllm_server_urls": (None, ["http://127.0.0.1:8000"], VLLM),
+    "vllm_weight_transfer": ("auto", "disk", VLLM),
+    "vllm_weights_dir": (None, "weights", VLLM),
+    "vllm_python": (None, "python3", VLLM),
+    "vllm_outage_timeout": (120.0, 60.0, VLLM),
+    "reward_workers": (0, 2, {}),
+    "reward_timeout": (5.0, 6.0, {}),
+    "reward_on_timeout": (None, 0.0, WORKERS),
+    "drop_zero_variance_groups": (False, True, {}),
+    "max_rejected_groups_in_a_row": (3, 5, {}),
+    "stall_timeout": (600.0, 60.0, {}),
+}
+IN_A_RUN = {  # as above, of settings that show only in a run
+    "compare_proximal_every": (0, 1, {}),
+    "delivery_check_steps": (0, 1, {}),
+    "dry_run": (False, True, {}),
+    "packed_forward": ("auto", "off", {}),
+    "shared_prompt": ("auto", "off", {}),
+}
+
+
+def config(**settings) -> A3POConfig:
+    base = {"output_dir": "unused", "per_device_train_batch_size": 4, "num_generations": 4, "report_to": "none"}
+    return A3POConfig(**{**base, "use_cpu": True, **settings})
+
+
+class Parts:
+    """Stands in for the classes that a session is built of, and keeps what they were given."""
+
+    def __init__(self, monkeypatch):
+        self.made: list = []
+        for module, names in (
+            (build_engine, ("TransformersEngine", "VLLMEngine", "SeveralEngines")),
+            (build_queue, ("GenerationQueue", "GroupFilter")),
+            (build_scorer, ("RewardScorer", "RewardWorkers")),
+        ):
+            for name in names:
+                monkeypatch.setattr(module, name, self.recorder(name))
+        monkeypatch.setattr(
+            build_queue, "take_clock", lambda trainer: SimpleNamespace(version_of_take=0, total_takes=9)
+        )
+
+    def recorder(self, name: str) -> type:
+        made = self.made
+
+        class Recorder:
+            timeouts = close = interrupt = describe = None
+
+            def __init__(self, *arguments, **options):
+                plain = {key: repr(value) for key, value in options.items() if not callable(value)}
+                made.append((name, len(arguments), plain))
+
+        return Recorder
+
+    def of(self, args: A3POConfig) -> list:
+        """What the engine, the queue and the scorer of a run with `args` are built from."""
+        self.made.clear()
+        trainer = SimpleNamespace(
+            args=args, reward_weights=torch.ones(1), on_group=None, reward_funcs=[len], reward_func_names=["len"],
+            processing_class=SimpleNamespace(),
+        )  # fmt: skip
+        engine = build_engine.build_engine(args, torch.device("cpu"))
+        scorer = build_scorer.build_scorer(trainer, None)
+        build_queue.build_queue(trainer, engine, None, scorer, SimpleNamespace(attempt=None), None)
+        return list(self.made)
+
+
+def anchor_and_weight(args: A3POConfig) -> list:
+    """What the objective gives to TRL's loss, for tokens of staleness 0 to 4 of a policy that has moved."""
+    generator = torch.Generator().manual_seed(0)
+    behavior = -3 * torch.rand(5, 6, generator=generator)
+    policy = behavior + 0.3 * torch.randn(5, 6, generator=generator)
+    staleness = torch.arange(5).unsqueeze(1).expand(5, 6)
+    advantages, mask = torch.tensor([1.0, -1.0, 0.5, -0.5, 1.0]), torch.ones(5, 6)
+    recomputed = policy + 0.1 if args.recomputes_proximal else None
+    anchor, weight, _ = args.objective_record.anchor_and_weight(
+        args, policy, behavior, staleness, advantages, mask,
+        recomputed_logps=recomputed, epsilon_low=0.2, epsilon_high=0.2,
+    )  # fmt: skip
+    return [anchor.tolist(), weight.tolist()]
+
+
+@pytest.fixture(scope="module")
+def lora_policy():
+    model = AutoModelForCausalLM.from_config(tiny_config(), dtype=torch.float32)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("setting", CASES)
+def test_a_setting_changes_what_a_run_is_built_from(setting, monkeypatch, lora_policy):
+    parts = Parts(monkeypatch)
+
+    def observed(value) -> tuple:
+        args = config(**{**others, setting: value})
+        dtype = build_engine.engine_dtype(args, lora_policy, "no")
+        return args.plan(), parts.of(args), anchor_and_weight(args), dtype, publishes_merged(args, lora_policy)
+
+    one, other, others = CASES[setting]
+    assert observed(one) != observed(other)
+
+
+@pytest.mark.parametrize("setting", IN_A_RUN)
+def test_a_setting_changes_a_run(setting, model_path, tmp_path):
+    def observed(value) -> tuple:
+        trainer = build(model_path, tmp_path, max_steps=2, max_staleness=1, **{**others, setting: value})
+        trainer.train()
+        logged = {name for entry in trainer.state.log_history for name in entry if name.startswith("a3po/")}
+        return trainer.plan(), trainer.state.global_step, logged
+
+    one, other, others = IN_A_RUN[setting]
+    assert observed(one) != observed(other)
+
+
+def test_every_setting_has_an_entry():
+    assert {*CASES, *IN_A_RUN} == {row.name for row in setting_rows()}
+    assert not CASES.keys() & IN_A_RUN.keys()
