@@ -202,6 +202,28 @@ def test_stamps_of_requests_in_flight_rise_and_are_never_newer_than_what_was_pub
                 assert before <= rollout.versions[0] and rollout.versions[-1] <= case.version
 
 
+def test_stats_can_be_read_from_any_thread_and_count_every_token(engine):
+    # Before any request is cancelled: the tokens of a cancelled request count too, and are reported later.
+    before, sent, errors = engine.stats().tokens, requests(4), []
+
+    def read():
+        try:
+            for _ in range(50):
+                engine.stats()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    engine.submit(sent)
+    for thread in threads:
+        thread.start()
+    events = events_of(engine, sent)
+    for thread in threads:
+        thread.join(TIMEOUT)
+    sampled = sum(len(rollout.token_ids) for event in events.values() for rollout in event.rollouts)
+    assert not errors and engine.stats().tokens - before == sampled
+
+
 def test_no_event_follows_a_cancelled_request_and_unknown_requests_are_ignored(engine):
     sent = requests(8)
     engine.submit(sent)
@@ -228,27 +250,6 @@ def test_an_older_version_is_rejected(case, engine):
     engine.publish(case.next_update())
     with pytest.raises(ValueError, match=rf"Version 0 cannot be published after version {case.version}"):
         engine.publish(case.old_update())
-
-
-def test_stats_can_be_read_from_any_thread_and_count_every_token(engine):
-    before, sent, errors = engine.stats().tokens, requests(4), []
-
-    def read():
-        try:
-            for _ in range(50):
-                engine.stats()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    engine.submit(sent)
-    for thread in threads:
-        thread.start()
-    events = events_of(engine, sent)
-    for thread in threads:
-        thread.join(TIMEOUT)
-    sampled = sum(len(rollout.token_ids) for event in events.values() for rollout in event.rollouts)
-    assert not errors and engine.stats().tokens - before == sampled
 
 
 def test_after_a_worker_died_every_request_has_its_event_and_the_weights_are_those_published_last(case, engine):

@@ -1,6 +1,7 @@
 """`lag`: what is sampled when is a formula, whatever the order in which engine, reward and trainer get on."""
 
 import random
+import time
 
 import pytest
 
@@ -173,6 +174,10 @@ def test_a_publish_that_waits_for_an_engine_which_never_answers_raises():
     class Silent(StubEngine):
         def submit(self, requests):
             pass
+
+        def wait(self, timeout):
+            time.sleep(min(timeout, 0.01))
+            return []
 
     queue = GenerationQueue(
         engine=Silent(lambda prompt_ids, number: [1]),

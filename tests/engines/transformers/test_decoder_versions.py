@@ -150,8 +150,8 @@ def test_several_publishes_between_two_steps_recompute_once_under_the_last():
         load(serving, model)
         decoder.set_version(version)
     forwards = []
-    prefill = decoder._forward.prefill
-    decoder._forward.prefill = lambda *args, **kwargs: forwards.append(1) or prefill(*args, **kwargs)
+    prefill = decoder._forward.prefill_cache
+    decoder._forward.prefill_cache = lambda *args, **kwargs: forwards.append(1) or prefill(*args, **kwargs)
     for rollout in run(decoder)[0]:
         assert rollout.versions == [0, 0, 2, 2, 2, 2]
         assert gap(last, text, rollout)[2:].max() < TOLERANCE
