@@ -108,7 +108,7 @@ def test_what_numpy_and_torch_logged_is_saved_as_numbers(tmp_path):
 
 
 def test_what_is_not_data_is_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"a PosixPath .* is neither a number, text"):
+    with pytest.raises(TypeError, match=r"a PosixPath .* is neither a number, a string"):
         checkpoint.write_json(tmp_path / "x.json", [tmp_path])
     assert list(tmp_path.iterdir()) == []
 

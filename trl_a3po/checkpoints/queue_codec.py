@@ -3,9 +3,9 @@
 Guarantees: `decode_state(*encode_state(state))` equals `state`, to the last bit of every log-prob and reward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
 import torch
@@ -26,9 +26,9 @@ def encode_state(state: QueueState) -> tuple[dict[str, Any], dict[str, torch.Ten
     rollouts = [rollout for item in state.outstanding for rollout in item.rollouts or ()]
     rewards = [row for item in state.outstanding if item.score is not None for row in item.score.rewards]
     tensors = {
-        "token_ids": torch.tensor([token for rollout in rollouts for token in rollout.token_ids], dtype=torch.int64),
-        "logps": torch.tensor([logp for rollout in rollouts for logp in rollout.logps], dtype=torch.float64),
-        "versions": torch.tensor([v for rollout in rollouts for v in rollout.versions], dtype=torch.int64),
+        "token_ids": _joined((rollout.token_ids for rollout in rollouts), torch.int64),
+        "logps": _joined((rollout.logps for rollout in rollouts), torch.float64),
+        "versions": _joined((rollout.versions for rollout in rollouts), torch.int64),
         "lengths": torch.tensor([len(rollout.token_ids) for rollout in rollouts], dtype=torch.int64),
         "rewards": torch.tensor(rewards, dtype=torch.float64).view(len(rewards), -1 if rewards else 0),
     }
@@ -52,6 +52,11 @@ def decode_state(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Qu
 
 
 SCALARS = ("next_take", "cursor", "published_version", "last_taken_version", "rejected_in_a_row")
+
+
+def _joined(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of all lists, one list after the other, `(N,)`."""
+    return torch.tensor(list(chain.from_iterable(lists)), dtype=dtype)
 
 
 def _encode_item(item: OutstandingState) -> dict[str, Any]:
