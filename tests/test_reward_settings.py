@@ -106,7 +106,7 @@ def test_the_filter_refuses_reward_models_and_the_hook_what_cannot_be_called(mod
         config = type("Config", (), {"_name_or_path": "a/reward-model"})()
 
     with pytest.raises(
-        ValueError, match="drop_zero_variance_groups=True, but the reward model 'reward-model' runs when"
+        ValueError, match="drop_zero_variance_groups=True, but the reward model 'reward-model' runs after"
     ):
         build(
             model_path, tmp_path, reward_funcs=[reward, RewardModel(1, 1)], drop_zero_variance_groups=True,
