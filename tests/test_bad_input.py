@@ -155,14 +155,14 @@ BUILT = {
     "unknown generation_kwargs": (
         None, {"generation_kwargs": {"num_beams": 4}}, ValueError, "generation_kwargs holds num_beams"),
     "generation_kwargs with a field of its own": (
-        None, {"generation_kwargs": {"temperature": 0.5}}, ValueError, "set fields of A3POConfig as such"),
+        None, {"generation_kwargs": {"temperature": 0.5}}, ValueError, "set temperature in A3POConfig"),
     "top_p of 0": (None, {"top_p": 0.0}, ValueError, "top_p=0.0 cannot be sampled with: it must be above 0"),
     "min_p above 1": (None, {"min_p": 1.5}, ValueError, "min_p=1.5 cannot be sampled with"),
     "min_new_tokens above the length": (
         None, {"generation_kwargs": {"min_new_tokens": 9}}, ValueError, "min_new_tokens=9 cannot be sampled with"),
     "a suppressed token that does not exist": (
         None, {"generation_kwargs": {"suppress_tokens": [VOCAB]}}, ValueError, "suppress_token_ids"),
-    "two-sided clipping": (None, {"delta": 4.0}, ValueError, "delta=4.0 would cap r, not the policy ratio"),
+    "two-sided clipping": (None, {"delta": 4.0}, ValueError, "which delta=4.0 breaks"),
     # engine
     "an engine without its methods": (
         None, {"engine": HalfAnEngine()}, ValueError,

@@ -62,12 +62,13 @@ from trl_a3po.report.trainer_plan import trainer_plan
 from trl_a3po.rollout.batch_rows import behavior_versions, replay_logs, replayed_rewards, rollouts_of
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.session import Session
-from trl_a3po.session.build_engine import engine_dtype, engine_slots, sampling_settings
+from trl_a3po.session.build_engine import engine_dtype, engine_slots
 from trl_a3po.session.build_policy import build_policy, zero_stage
 from trl_a3po.session.build_scorer import reward_functions
 from trl_a3po.session.checkpoint_hooks import CheckpointHooks
 from trl_a3po.session.current_batch import CurrentBatch
 from trl_a3po.session.resuming import RunState, begin_run, load_run
+from trl_a3po.session.sampling import sampling_settings
 from trl_a3po.session.temporarily import temporarily
 from trl_a3po.step_normalizer import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
 
@@ -135,7 +136,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         check_dataset(args, self.train_dataset, self.processing_class)
         check_columns("eval_dataset", self.eval_dataset)
         prevent_repacking(self.accelerator.unwrap_model(self.model))
-        check_policy(args, self.accelerator.unwrap_model(self.model), sampling_settings(args, self.generation_config))
+        policy = self.accelerator.unwrap_model(self.model)
+        check_policy(args, policy, sampling_settings(args, self.generation_config, policy))
         check_reward_functions(args, reward_functions(self), self.reward_func_names)
         self.on_group = on_group
         models: list[nn.Module] = [self.model] if self.ref_model is None else [self.model, self.ref_model]

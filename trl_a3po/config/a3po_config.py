@@ -14,6 +14,7 @@ import torch
 from trl import GRPOConfig
 
 from trl_a3po.config.check_engine import check_engine
+from trl_a3po.config.check_inherited import check_inherited, trl_server_url
 from trl_a3po.config.check_objective import check_objective
 from trl_a3po.config.check_schedule import check_schedule
 from trl_a3po.config.check_values import check_checkpoints, check_choices, check_forward, check_numbers, check_types
@@ -89,6 +90,7 @@ class A3POConfig(
         check_types(self)
         self._map_trl_vllm_fields()
         check_choices(self)
+        check_inherited(self)
         check_engine(self)
         check_numbers(self)
         check_checkpoints(self)
@@ -186,8 +188,7 @@ class A3POConfig(
                 "generate on a running vLLM server."
             )
         self.engine = "vllm"
-        url = self.vllm_server_base_url or f"http://{self.vllm_server_host}:{self.vllm_server_port}"
-        self.vllm_server_urls = self.vllm_server_urls or [url]
+        self.vllm_server_urls = self.vllm_server_urls or [trl_server_url(self)]
         self.use_vllm = False
 
 

@@ -31,12 +31,6 @@ def check_engine(config: "A3POConfig") -> None:
             f"engine_dtype={config.engine_dtype!r} is not known: set 'float32', 'bfloat16' or 'float16', or leave "
             "it out to follow the trainer."
         )
-    if config.use_transformers_continuous_batching:
-        raise ValueError(
-            "use_transformers_continuous_batching=True has no effect here: the 'transformers' engine batches "
-            "continuously by itself. Leave it False."
-        )
-
     _check_devices(config)
     _check_vllm(config)
     if config.deterministic and config.engine != "vllm" and config.engine_max_prompt_tokens is None:
@@ -87,16 +81,6 @@ def _check_vllm(config: "A3POConfig") -> None:
             "deterministic=True cannot hold with engine='vllm' on a CPU, where results depend on what is batched: "
             "set engine_device to a GPU, engine='transformers' or deterministic=False."
         )
-    for name, unset, instead in (
-        ("vllm_structured_outputs_regex", None, "completions are not constrained"),
-        ("vllm_enable_sleep_mode", False, "the server samples while the trainer trains"),
-        ("vllm_model_impl", "vllm", "start the server with --model-impl and set vllm_server_urls"),
-        ("vllm_tensor_parallel_size", 1, "start the server with --tensor-parallel-size and set vllm_server_urls"),
-    ):
-        if getattr(config, name) != unset:
-            raise ValueError(
-                f"{name}={getattr(config, name)!r} is not used with engine='vllm': leave it at {unset!r}; {instead}."
-            )
     if not config.vllm_server_urls and len(config.engine_devices) > 1:
         raise ValueError(
             f"engine_device={config.engine_device!r} with engine='vllm' starts one server, on one device: name one, "

@@ -1,4 +1,4 @@
-"""The engine of a run, built from its settings: which engine, how large, in which dtype, with which sampling.
+"""The engine of a run, built from its settings: which engine, how large, in which dtype.
 
 Guarantees: every setting of `GRPOConfig` keeps its meaning in the engine, or raises.
 """
@@ -8,18 +8,17 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.several import SeveralEngines
 from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
 from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
 from trl_a3po.engines.vllm.weight_route import same_gpu
-from trl_a3po.protocol.engine import Engine, SamplingSettings
+from trl_a3po.protocol.engine import Engine
 from trl_a3po.session.cores import engine_threads
 
 MOST_SLOTS = 64
-GENERATION_KWARGS = {"min_new_tokens", "suppress_tokens", "eos_token_id"}
 
 
 def build_engine(args: A3POConfig, device: torch.device) -> Engine:
@@ -64,38 +63,6 @@ def engine_dtype(args: A3POConfig, model: PreTrainedModel, mixed_precision: str)
     name = args.engine_dtype or {"bf16": "bfloat16", "fp16": "float16"}.get(mixed_precision)
     dtype: torch.dtype = model.dtype if name is None else getattr(torch, name)
     return dtype
-
-
-def sampling_settings(args: A3POConfig, generation_config: GenerationConfig) -> SamplingSettings:
-    """The sampling settings with which TRL would generate.
-
-    Raises:
-        ValueError: `generation_kwargs` holds a setting that the engine does not support, or that is a field of
-            `A3POConfig`.
-    """
-    unknown = sorted(set(args.generation_kwargs or {}) - GENERATION_KWARGS)
-    if unknown:
-        raise ValueError(
-            f"generation_kwargs holds {', '.join(unknown)}, which the engine does not read from generation_kwargs: "
-            "set fields of A3POConfig as such, and keep only "
-            f"{', '.join(sorted(GENERATION_KWARGS))} in generation_kwargs."
-        )
-    stop = generation_config.eos_token_id
-    return SamplingSettings(
-        max_new_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        stop_token_ids=tuple(
-            token for token in ([stop] if isinstance(stop, int) else stop or ()) if token is not None
-        ),
-        suppress_token_ids=tuple(generation_config.suppress_tokens or ()),
-        min_new_tokens=generation_config.min_new_tokens or 0,
-        pad_token_id=generation_config.pad_token_id,
-        seed=args.seed,
-    )
 
 
 def _vllm_engine(args: A3POConfig, device: torch.device) -> VLLMEngine:

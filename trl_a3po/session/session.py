@@ -7,6 +7,7 @@ and nowhere else, and their delivery is checked when due.
 from typing import TYPE_CHECKING, Any
 
 from trl_a3po.config import A3POConfig
+from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.records import Group
 from trl_a3po.publish.adapter_or_merged import published_spec
 from trl_a3po.publish.delivery import NUM_PROBES, DeliveryCheck, ProbeTokens, TrainedPolicy
@@ -14,13 +15,14 @@ from trl_a3po.report.progress import progress_line
 from trl_a3po.report.run_timeline import begin_timeline
 from trl_a3po.rewards.worker_pool import RewardWorkers
 from trl_a3po.rollout.prompt_stream import PromptStream
-from trl_a3po.session.build_engine import build_engine, engine_dtype, sampling_settings
+from trl_a3po.session.build_engine import build_engine, engine_dtype
 from trl_a3po.session.build_queue import build_queue
 from trl_a3po.session.build_scorer import PublishedStates, build_scorer
 from trl_a3po.session.cores import SharedCores
 from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evaluation_prompts
 from trl_a3po.session.prompt_rows import prompt_rows, tokenize_prompt
 from trl_a3po.session.resuming import RunState, new_run
+from trl_a3po.session.sampling import check_unchanged, sampling_settings
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
@@ -40,6 +42,8 @@ class Session:
     def __init__(self, trainer: "A3POTrainer", policy: TrainedPolicy, resumed: RunState | None = None):
         args, version = trainer.args, trainer.state.global_step
         self._policy = policy
+        self._current_sampling = lambda: _sampling(trainer)
+        self._sampling = self._current_sampling()
         self._states = PublishedStates(trainer)
         self._scorer = build_scorer(trainer, self._states)
         # With a fixed lag, every batch has its own publish.
@@ -83,6 +87,7 @@ class Session:
 
     def take(self, version: int) -> list[Group]:
         """The next groups, to be trained at policy version `version`. It raises what the queue's `take` raises."""
+        check_unchanged(self._sampling, self._current_sampling())
         with self.timeline.span("take", version=version):
             return self.queue.take(version)
 
@@ -96,6 +101,7 @@ class Session:
         Raises:
             ValueError: the batch does not hold whole groups.
         """
+        check_unchanged(self._sampling, self._current_sampling())
         version, size = trainer.state.global_step, trainer.num_generations_eval
         self._publish(version)
         prompts = evaluation_prompts(trainer, rows)
@@ -141,12 +147,11 @@ class Session:
     def _start_engine(self, trainer: "A3POTrainer", version: int) -> None:
         args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
         spec = published_spec(args, model, engine_dtype(args, model, trainer.accelerator.mixed_precision))
-        sampling = sampling_settings(args, trainer.generation_config)
         with (
             progress_line("starting the engine", not args.disable_tqdm),
             self.timeline.span("engine_start", version=version),
         ):
-            self.engine.start(spec, sampling, self._policy.update(version, complete=True))
+            self.engine.start(spec, self._sampling, self._policy.update(version, complete=True))
 
     def _check_delivery(self, args: A3POConfig, prompts: PromptStream, version: int) -> DeliveryCheck | None:
         """The delivery check, after its first run; `None` if there is no prompt, and so nothing to sample."""
@@ -182,3 +187,9 @@ class Session:
         self.published_version = version
         if self._delivery is not None:
             self._delivery.after_publish(version)
+
+
+def _sampling(trainer: "A3POTrainer") -> SamplingSettings:
+    """The sampling settings of the trainer as it is now."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return sampling_settings(trainer.args, trainer.generation_config, model)
