@@ -51,6 +51,7 @@ from trl_a3po.distributed.rank_watch import RankWatch
 from trl_a3po.distributed.shared_folder import check_shared
 from trl_a3po.distributed.team import Team
 from trl_a3po.forward.training import TrainingForward
+from trl_a3po.models.mode import mode_of_this_thread
 from trl_a3po.objectives import token_staleness
 from trl_a3po.protocol.records import Group
 from trl_a3po.publish.quantised import prevent_repacking
@@ -136,12 +137,12 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         check_dataset(args, self.train_dataset, self.processing_class)
         check_columns("eval_dataset", self.eval_dataset)
         prevent_repacking(self.accelerator.unwrap_model(self.model))
-        policy = self.accelerator.unwrap_model(self.model)
-        check_policy(args, policy, sampling_settings(args, self.generation_config, policy))
-        check_reward_functions(args, reward_functions(self), self.reward_func_names)
         self.on_group = on_group
         models: list[nn.Module] = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         self._training_forward = TrainingForward(args, self.accelerator, models)
+        policy = self.accelerator.unwrap_model(self.model)
+        check_policy(args, policy, sampling_settings(args, self.generation_config, policy))
+        check_reward_functions(args, reward_functions(self), self.reward_func_names)
         self._team = Team(timeout=args.ddp_timeout + args.stall_timeout)
         self._running = self._trained_before = False
         self._session: Session | None = None  # in the main process, during training
@@ -168,7 +169,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             return TrainOutput(self.state.global_step, 0.0, {})
         check_trained_before(self._trained_before, self.is_deepspeed_enabled)
         self._trained_before = True
-        with RankWatch(self._team, cleanup=self.close):
+        with mode_of_this_thread(self.model), RankWatch(self._team, cleanup=self.close):
             try:
                 folder = self._resume(resume_from_checkpoint)
                 return super().train(str(folder) if folder else None, *args, **kwargs)
@@ -215,6 +216,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         if self._session is not None:
             self._session.close()
             self._session = None  # only now: if closing is interrupted, the next call closes the session again
+        self._training_forward.release()
 
     # --- taking a batch -----------------------------------------------------------------------------------------
 
@@ -307,7 +309,11 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self._current_batch.row_weights.forget_places()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        output = super().evaluation_loop(*args, **kwargs)
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+        finally:
+            if not self._running:
+                self._training_forward.release()
         if self._running:
             self._team.run_on_main(lambda: self._main_session.end_evaluation())
         return output

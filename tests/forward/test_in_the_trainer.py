@@ -18,7 +18,7 @@ from tests.runs import (
 )
 from tests.tiny import save_tiny_model, tiny_config
 from trl_a3po.forward import training
-from trl_a3po.forward.attention import PACKED
+from trl_a3po.forward.attention import PACKED, install_packed_attention
 from trl_a3po.forward.micro_batches import is_sum_over_rows
 from trl_a3po.forward.packing_support import packing_refusal
 from trl_a3po.publish.collect import policy_spec
@@ -172,6 +172,7 @@ def test_dropout_of_an_adapter_does_not_fail_the_check(model_path, tmp_path):
 
 def test_the_engine_and_checkpoints_get_the_configuration_of_the_user(model_path, tmp_path):
     trainer = build(model_path, tmp_path, max_steps=1)
+    install_packed_attention(trainer.model)  # as the first forward of a run does
     assert trainer.model.config._attn_implementation == PACKED
     assert policy_spec(trainer.model, torch.float32).config._attn_implementation == "sdpa"
     trainer.save_model(tmp_path / "saved")

@@ -2,7 +2,8 @@
 
 Guarantees: a token attends to the tokens of its own sequence up to itself, within the layer's sliding window by
 position, and to nothing else; a forward without a packed row is transformers' `sdpa`, with the same masks. The
-implementation stays set on the model, because gradient checkpointing runs attention again during the backward.
+implementation stays set on the model until training ends, because gradient checkpointing runs attention again during
+the backward.
 
 A forward receives the row as the keyword argument `packed_row`, which the decoders of transformers pass on to every
 attention layer, together with a mask of shape `NO_MASK`: transformers leaves a 4D mask as it is. Without a mask it
@@ -30,9 +31,17 @@ BLOCK_TOKENS = 256
 
 def install_packed_attention(model: PreTrainedModel) -> None:
     """Make `model`, whose attention implementation is `sdpa`, accept packed rows too."""
+    if model.config._attn_implementation == PACKED:
+        return
     AttentionInterface.register(PACKED, packed_attention)
     AttentionMaskInterface.register(PACKED, ALL_MASK_ATTENTION_FUNCTIONS[PLAIN])
     model.set_attn_implementation(PACKED)
+
+
+def remove_packed_attention(model: PreTrainedModel) -> None:
+    """Undo `install_packed_attention`, if it was called."""
+    if model.config._attn_implementation == PACKED:
+        model.set_attn_implementation(PLAIN)
 
 
 def plain_implementation(name: str) -> str:

@@ -6,6 +6,7 @@ entropies in tiles of at most 4096 tokens by 32768 entries of the vocabulary, fo
 of logits exists in any dtype.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,9 +52,14 @@ def packed_logps(
 
 @contextmanager
 def _only_hidden_states(base: PreTrainedModel, scoring: torch.Tensor) -> Iterator[None]:
-    """Inside, the head gets only the hidden states of the backbone at the places `scoring`, `(M,)`, in that order."""
+    """Inside, the head gets only the hidden states of the backbone at the places `scoring`, `(M,)`, in that order.
+
+    Forwards of other threads, such as that of a reward function that runs the policy, are left alone."""
+    owner = threading.get_ident()
 
     def select(module: torch.nn.Module, args: Any, outputs: Any) -> Any:
+        if threading.get_ident() != owner:
+            return outputs
         outputs.last_hidden_state = outputs.last_hidden_state[:, scoring]
         return outputs
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from trl_a3po.config import A3POConfig
 from trl_a3po.forward import cost
-from trl_a3po.forward.attention import install_packed_attention
+from trl_a3po.forward.attention import install_packed_attention, remove_packed_attention
 from trl_a3po.forward.layout import PackedBatch, lengths, pack, rows_by_prompt
 from trl_a3po.forward.micro_batches import is_sum_over_rows, micro_batch_order, micro_batches_per_step
 from trl_a3po.forward.packed import packed_logps
@@ -52,9 +52,13 @@ class TrainingForward:
         self._layout_logged = False
         self.refusal = self._refusal(models)
         self._tokens_padded = self._tokens_run = 0  # of the last call
-        if self.refusal is None:
-            for model in models:
-                install_packed_attention(base_model(accelerator.unwrap_model(model)))
+        self._bases = [base_model(accelerator.unwrap_model(model)) for model in models]
+        self.release()  # a model may come from a run that was killed
+
+    def release(self) -> None:
+        """Leave the models as they were before the first forward. A later forward prepares them again."""
+        for base in self._bases:
+            remove_packed_attention(base)
 
     @property
     def token_ratio(self) -> float:
@@ -111,6 +115,7 @@ class TrainingForward:
         self._tokens_padded = self._tokens_run = input_ids.numel()
         needs_more = compute_aux_loss or any(value is not None for value in multimodal.values())
         if self.refusal is None and not needs_more:
+            install_packed_attention(base_model(self._accelerator.unwrap_model(model)))
             self._check(traced, model, input_ids, attention_mask, logits_to_keep)
         if self.refusal is not None or needs_more:
             return traced(

@@ -1,0 +1,136 @@
+"""What a run does to the user's objects: nothing beyond training the parameters, so that a notebook's cell can be run
+again, with the same model."""
+
+import copy
+import pickle
+import time
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tests.runs import ScriptedGRPOTrainer, build, reward
+from tests.tiny import tiny_prompts, tiny_tokenizer
+from trl_a3po import A3POTrainer
+
+
+def load(model_path):
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+
+
+def traces(model) -> dict:
+    """Everything of a model but the values of its parameters."""
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    return {
+        "config": inner.config.to_dict(),
+        "attention": inner.config._attn_implementation,
+        "generation": inner.generation_config.to_dict(),
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "hooks": {
+            name: (len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks))
+            for name, module in model.named_modules()
+        },
+        "forwards": {name: module.forward.__func__.__qualname__ for name, module in model.named_modules()},
+        "trained": {name: (p.requires_grad, p.dtype, p.data_ptr()) for name, p in model.named_parameters()},
+        "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
+    }
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_run_leaves_on_a_model_what_grpo_leaves(model_path, tmp_path, adapter):
+    left = {}
+    for trainer_class in (ScriptedGRPOTrainer, A3POTrainer):
+        model = load(model_path)
+        if adapter:
+            model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+        trainer = build(model, tmp_path, trainer_class, max_steps=2, processing_class=tiny_tokenizer())
+        trainer.train()
+        left[trainer_class] = traces(model)
+    ours, theirs = left[A3POTrainer], left[ScriptedGRPOTrainer]
+    for values in (ours, theirs):
+        values["buffers"] = {name: buffer.tolist() for name, buffer in values["buffers"].items()}
+        values["trained"] = {name: value[:2] for name, value in values["trained"].items()}
+    assert ours == theirs
+
+
+def test_a_run_leaves_tokenizer_dataset_and_arguments_as_they_were(model_path, tmp_path):
+    tokenizer, dataset = tiny_tokenizer(), tiny_prompts()
+    trainer = build(
+        load(model_path), tmp_path, max_steps=2, max_staleness=2, processing_class=tokenizer, train_dataset=dataset,
+        eval_dataset=tiny_prompts(4), eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    settings = trainer.args.to_dict()
+    rows, fingerprint, words = dataset[:], dataset._fingerprint, copy.deepcopy(vars(tokenizer))
+    trainer.train()
+    assert trainer.args.to_dict() == settings
+    assert (dataset[:], dataset._fingerprint) == (rows, fingerprint)
+    assert vars(tokenizer).keys() == words.keys()
+    assert all(value == words[name] for name, value in vars(tokenizer).items() if name != "_tokenizer")
+
+
+@pytest.mark.parametrize("again", ["the same", "pickled", "another of its configuration", "after an evaluation"])
+def test_a_model_can_be_trained_again(model_path, tmp_path, again):
+    model = load(model_path)
+    first = build(
+        model, tmp_path, max_steps=2, processing_class=tiny_tokenizer(), eval_dataset=tiny_prompts(4),
+        gradient_checkpointing=False,  # its hook cannot be pickled
+    )  # fmt: skip
+    first.train()
+    if again == "after an evaluation":
+        first.evaluate()
+    elif again == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    elif again == "another of its configuration":
+        model = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    assert model.config._attn_implementation == "sdpa"
+    trainer = build(model, tmp_path, max_steps=2, processing_class=tiny_tokenizer())
+    trainer.train()
+    assert trainer.state.global_step == 2 and trainer._training_forward.refusal is None
+
+
+def test_a_model_of_a_run_that_was_killed_can_be_trained(model_path, tmp_path):
+    model = load(model_path)
+    first = build(model, tmp_path, max_steps=2, processing_class=tiny_tokenizer())
+    first._training_forward.release = lambda: None  # as if it had not come to its end
+    first.train()
+    assert model.config._attn_implementation != "sdpa"
+    build(model, tmp_path, max_steps=2, processing_class=tiny_tokenizer()).train()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_reward_that_runs_the_policy_gets_all_of_its_logits(model_path, tmp_path):
+    shapes = []
+
+    def certainty(completion_ids, target, **kwargs):
+        with torch.no_grad():
+            for ids in completion_ids * 8:
+                shapes.append((len(ids), trainer.model(input_ids=torch.tensor([ids])).logits.shape[1]))
+        return reward(completion_ids, target)
+
+    trainer = build(model_path, tmp_path, max_steps=12, max_staleness=4, reward_funcs=certainty)
+    trainer.train()
+    assert shapes and all(asked == got for asked, got in shapes)
+
+
+def test_a_reward_cannot_change_the_mode_of_training(model_path, tmp_path):
+    modes = []
+
+    class Recorded(A3POTrainer):
+        def _compute_loss(self, model, inputs):
+            modes.append(model.training)
+            return super()._compute_loss(model, inputs)
+
+    def toggles(completion_ids, target, **kwargs):
+        trainer.model.eval()
+        time.sleep(0.01)
+        trainer.model.train()
+        return reward(completion_ids, target)
+
+    trainer = build(model_path, tmp_path, Recorded, max_steps=8, max_staleness=4, reward_funcs=toggles)
+    trainer.train()
+    assert modes == [True] * 16
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 8 and not any(name.startswith("eval_") for entry in logged for name in entry)
+    assert "train" not in vars(trainer.model)
+    assert trainer.model.eval().training is False
