@@ -439,6 +439,76 @@ def test_other_prompts_are_refused(build):
         )
 
 
+@pytest.mark.parametrize(
+    "named, after",
+    [
+        ("temperature", {"temperature": 0.5}),
+        ("min_new_tokens", {"generation_kwargs": {"min_new_tokens": 2}}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"date_string": "today"}}),
+    ],
+    ids=str,
+)
+def test_groups_of_other_sampling_are_sampled_again(build, caplog, named, after):
+    """At learning_rate=0 the policy never moves, so a log-prob of another temperature would show in the ratio."""
+    whole = build(schedule="async", max_steps=4, learning_rate=0.0, max_staleness=2)
+    whole.train()
+    resumed = build("resumed", schedule="async", max_steps=4, learning_rate=0.0, max_staleness=2, **after)
+    resumed.train(resume_from_checkpoint=str(saved(whole, 1)))
+    assert re.search(rf"saved with .*{named}=.* sampled again", caplog.text)
+    assert all(group.submitted_version >= 1 for _, group in resumed.groups)
+    ratios = [entry[f"a3po/rho/{end}"] for entry in resumed.state.log_history[1:-1] for end in ("min", "max")]
+    assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-4) and ratios
+    assert sorted(indices(whole.takes)[:2] + indices(resumed.takes)) == list(range(8))
+
+
+def test_a_shorter_max_completion_length_holds_for_all_that_is_trained_after_a_resume(build):
+    whole = build(schedule="async", max_steps=4, max_staleness=2)
+    whole.train()
+    shorter = StubEngine(scripted_completion(VOCAB, 2))
+    resumed = build("resumed", schedule="async", max_steps=4, max_staleness=2, max_completion_length=2, engine=shorter)
+    resumed.train(resume_from_checkpoint=str(saved(whole, 1)))
+    assert max(len(rollout.token_ids) for _, group in resumed.groups for rollout in group.rollouts) <= 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"temperature": 0.5},
+        {"beta": 0.04},
+        {"proximal_method": "recompute"},
+        {"scale_rewards": "none"},
+        {"reward_weights": [5.0]},
+        {"mask_truncated_completions": True},
+    ],
+    ids=str,
+)
+def test_inside_a_batch_what_made_the_batch_cannot_change(build, changed):
+    whole = build(max_steps=1, steps_per_generation=4)
+    whole.train()
+    name = next(iter(changed))
+    with pytest.raises(ValueError, match=rf"saved inside a generation batch, which was made with {name}=.*\(now"):
+        build("resumed", max_steps=4, steps_per_generation=4, **changed).train(
+            resume_from_checkpoint=str(saved(whole, 1))
+        )
+
+
+def test_between_two_batches_what_makes_a_batch_may_change(build):
+    whole = build(max_steps=2)
+    whole.train()
+    resumed = build("resumed", max_steps=3, beta=0.04, scale_rewards="none", proximal_method="recompute")
+    resumed.train(resume_from_checkpoint=str(saved(whole, 2)))
+    assert resumed.state.global_step == 3 and "kl" in resumed.state.log_history[-2]
+
+
+def test_another_tokenizer_is_refused(build):
+    whole = build(schedule="async", max_steps=2)
+    whole.train()
+    resumed = build("resumed", schedule="async", max_steps=4)
+    resumed.processing_class.add_tokens(["another"])
+    with pytest.raises(ValueError, match=r"saved with another tokenizer .*vocabulary of the tokenizer="):
+        resumed.train(resume_from_checkpoint=str(saved(whole, 1)))
+
+
 def test_groups_are_scored_again_when_the_reward_functions_are_others(build):
     whole = build(schedule="async", max_steps=6, max_staleness=6)
     whole.train()

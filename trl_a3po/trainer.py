@@ -67,6 +67,7 @@ from trl_a3po.session.build_engine import engine_dtype, engine_slots
 from trl_a3po.session.build_policy import build_policy, zero_stage
 from trl_a3po.session.build_scorer import reward_functions
 from trl_a3po.session.checkpoint_hooks import CheckpointHooks
+from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.current_batch import CurrentBatch
 from trl_a3po.session.resuming import RunState, begin_run, load_run
 from trl_a3po.session.sampling import sampling_settings
@@ -172,9 +173,12 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         with mode_of_this_thread(self.model), RankWatch(self._team, cleanup=self.close):
             try:
                 folder = self._resume(resume_from_checkpoint)
-                return super().train(str(folder) if folder else None, *args, **kwargs)
-            finally:
-                self.close()
+                output = super().train(str(folder) if folder else None, *args, **kwargs)
+            except BaseException:
+                close_after_error(self.close)
+                raise
+            self.close()
+            return output
 
     def _resume(self, resume_from_checkpoint: str | bool | None) -> Path | None:
         """Set this process to the beginning of a new run, or to the moment at which a checkpoint was saved. Returns
@@ -330,14 +334,21 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             check_some_reward(batch.has_reward, self.reward_func_names)
         return groups
 
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        rows = self._current_batch.rows
+        if rows is None:
+            return super()._tokenize_prompts(prompts)
+        # Not tokenised again: a chat template with today's date gives other tokens after midnight.
+        return [list(group.prompt.token_ids) for group, _ in rows], None, {}
+
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         rows = self._current_batch.rows
         if rows is None:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         if [list(ids) for ids in prompt_ids] != [group.prompt.token_ids for group, _ in rows]:
             raise RuntimeError(
-                "The tokens of the batch's prompts are not those that were submitted to the engine: the tokenizer and "
-                "the chat template must not change during training."
+                "The tokens of the batch's prompts are not those that were submitted to the engine: an override of "
+                "_tokenize_prompts has changed them. It must return what super()._tokenize_prompts() returns."
             )
         rollouts = rollouts_of(rows)
         return [list(rollout.token_ids) for rollout in rollouts], [list(rollout.logps) for rollout in rollouts]

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,7 +64,8 @@ def make_core(prompts, *, bound=BOUND, takes=TAKES):
 def resumed_core(state, version, **kwargs):
     prompts = stream(state.first_row)
     core = make_core(prompts, **kwargs)
-    core.restore(state, prompts.fast_forward(state.cursor, {i.prompt_index for i in state.outstanding}), version)
+    tokens = {item.prompt_index: item.prompt_ids for item in state.outstanding}
+    core.restore(state, prompts.fast_forward(state.cursor, tokens), version)
     core.published(version)
     return core
 
@@ -86,7 +88,7 @@ def test_every_kind_of_outstanding_prompt_comes_back_to_the_last_bit(tmp_path):
         rejected_in_a_row=1,
         outcomes=Outcomes(17, 20, {"trained": 12, "rejected: dull": 1}, {"trained": 12}, 4, 2),
         outstanding=[
-            OutstandingState(12, [1, 2], 3, 2, ["died"], rollouts, score),
+            OutstandingState(12, [1, 2], 3, 2, ["died"], rollouts, score, "1a"),
             OutstandingState(14, [3], 3, 1, [], rollouts[::-1], None),
             OutstandingState(15, [4, 5], 2, 1),
             OutstandingState(16, [6], 0, 3, ["a", "b"]),
@@ -231,7 +233,7 @@ def test_rows_that_are_done_with_are_neither_read_nor_tokenised():
     assert state.first_row == BATCH
     prompts = stream(state.first_row, read=read)
     outstanding = {item.prompt_index for item in state.outstanding}
-    prompts.fast_forward(state.cursor, outstanding - {BATCH + 1})
+    prompts.fast_forward(state.cursor, dict.fromkeys(outstanding - {BATCH + 1}))
     assert read == [n for n in range(BATCH, state.cursor) if n != BATCH + 1]
     prompts.fill(1)
     assert prompts.pop().index == state.cursor
@@ -239,7 +241,45 @@ def test_rows_that_are_done_with_are_neither_read_nor_tokenised():
 
 def test_a_stream_that_has_become_shorter_is_refused():
     with pytest.raises(ValueError, match="ends after 5 rows, but 9 had been used"):
-        stream(3, number=5).fast_forward(9, ())
+        stream(3, number=5).fast_forward(9, {})
+
+
+def test_prompts_keep_their_tokens_and_rows_are_not_tokenised_again():
+    core = make_core(stream())
+    core.prompts.fill(99)
+    core.submissions()
+    state, read = core.state(), []
+    prompts = stream(state.first_row, read=read)
+    found = prompts.fast_forward(state.cursor, {0: [7, 7], 1: None})
+    assert (found[0].token_ids, found[1].token_ids, read) == ([7, 7], [1, 1], [1])
+
+
+def test_a_queue_that_refused_its_state_closes_without_an_error():
+    core = make_core(stream())
+    core.prompts.fill(99)
+    for request in core.submissions()[:2]:
+        core.engine_event(GroupFinished(request.request_id, [make_rollout([0])] * 2))
+    state = core.state()
+    state.outstanding[1] = replace(state.outstanding[1], prompt_digest="another prompt")
+    prompts = stream(state.first_row)
+    again = make_core(prompts)
+    tokens = {item.prompt_index: item.prompt_ids for item in state.outstanding}
+    with pytest.raises(ValueError, match="Prompt 1 of the prompt stream is not the one it was"):
+        again.restore(state, prompts.fast_forward(state.cursor, tokens), 0)
+    assert again.close() == [] and again.outcomes().prompts == 0
+
+
+def test_a_state_without_rollouts_samples_every_outstanding_prompt_again():
+    core = make_core(stream())
+    core.prompts.fill(99)
+    for request in core.submissions()[:2]:
+        core.engine_event(GroupFinished(request.request_id, [make_rollout([0])] * 2))
+    again = resumed_core(core.state().without_rollouts(keeps_prompts=True), 0)
+    again.prompts.fill(99)
+    assert len(again.submissions()) == len(again.order) == 3 * BATCH
+    outcomes = again.outcomes()
+    assert outcomes.attempt_outcomes["unused: sampled again with other settings"] == 2
+    assert outcomes.attempts == sum(outcomes.attempt_outcomes.values()) + outcomes.open_attempts
 
 
 def test_groups_too_old_for_a_smaller_bound_are_refused():

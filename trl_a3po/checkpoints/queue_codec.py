@@ -52,6 +52,7 @@ def decode_state(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Qu
 
 
 SCALARS = ("next_take", "cursor", "published_version", "last_taken_version", "rejected_in_a_row")
+ITEM_SCALARS = ("prompt_index", "prompt_ids", "submitted_version", "attempt", "prompt_digest")
 
 
 def _joined(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
@@ -60,7 +61,7 @@ def _joined(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> torch.Tenso
 
 
 def _encode_item(item: OutstandingState) -> dict[str, Any]:
-    values = {name: getattr(item, name) for name in ("prompt_index", "prompt_ids", "submitted_version", "attempt")}
+    values = {name: getattr(item, name) for name in ITEM_SCALARS}
     values["failures"] = item.failures
     values["finish_reasons"] = None if item.rollouts is None else [rollout.finish_reason for rollout in item.rollouts]
     score = item.score

@@ -11,9 +11,7 @@ Guarantees, whatever the order of events:
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal
 
 from trl_a3po.errors import EngineError, GenerationFailed, StallError
@@ -284,11 +282,7 @@ class QueueCore:
 
     def state(self) -> QueueState:
         """A snapshot from which another process can continue. What is in the engine now is sampled again there."""
-        outcomes = self._ledger.snapshot()
-        if in_engine := self.count("in the engine"):
-            ended = Counter(outcomes.attempt_outcomes) + Counter({"unused: cut off, sampled again": in_engine})
-            open_attempts = outcomes.open_attempts - in_engine
-            outcomes = replace(outcomes, attempt_outcomes=dict(ended), open_attempts=open_attempts)
+        outcomes = self._ledger.snapshot().with_unused(self.count("in the engine"), "cut off, sampled again")
         return QueueState(
             next_take=self.next_take,
             cursor=self.prompts.cursor,
@@ -308,21 +302,25 @@ class QueueCore:
         Raises:
             ValueError: a prompt has changed, or a group would be older than `max_staleness` when it is taken.
         """
+        order = [
+            OutstandingPrompt.restored(item, prompts[item.prompt_index], self.clock()) for item in state.outstanding
+        ]
+        for position, item in enumerate(order):
+            take = self.plan.expected_take(state.next_take, position)
+            self._check_age(take, version if item.group is None else item.submitted_version)
+        # Nothing raises from here on: a queue that is closed after an error above has nothing to record.
         self.next_take = state.next_take
         self._last_taken_version = state.last_taken_version
         self._rejected_in_a_row = state.rejected_in_a_row
-        for position, saved in enumerate(state.outstanding):
-            item = OutstandingPrompt.restored(saved, prompts[saved.prompt_index], self.clock())
-            self._check_age(position, version if item.group is None else item.submitted_version)
+        self.order = order
+        for item in order:
             if item.group is not None:
                 self._assign_request_id(item)
-            self.order.append(item)
         open_prompts = [item.prompt.index for item in self.order]
         self._ledger = Ledger.restored(state.outcomes, open_prompts, self._by_request)
 
-    def _check_age(self, position: int, submitted_version: int) -> None:
-        """Raise `ValueError` for a group that would be too old for the take at which it is expected."""
-        take = self.plan.expected_take(self.next_take, position)
+    def _check_age(self, take: int, submitted_version: int) -> None:
+        """Raise `ValueError` for a group that would be too old for `take`, at which it is expected."""
         if take < self.plan.total_takes and not self.plan.in_bound(take, submitted_version):
             raise ValueError(
                 f"The checkpoint holds a group of version {submitted_version} for the take at version "

@@ -9,7 +9,7 @@ began, raises. Therefore, at any time,
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 OutcomeKind = Literal["trained", "rejected", "failed", "unused"]
@@ -43,6 +43,11 @@ class Outcomes:
     def count_attempts(self, kind: OutcomeKind) -> int:
         """How many attempts have an outcome of this kind, whatever the reason."""
         return _count(self.attempt_outcomes, kind)
+
+    def with_unused(self, attempts: int, reason: str) -> Self:
+        """This snapshot with `attempts` of the open attempts ended as unused, for `reason`."""
+        ended = Counter(self.attempt_outcomes) + Counter({outcome_name("unused", reason): attempts})
+        return replace(self, attempt_outcomes=dict(ended), open_attempts=self.open_attempts - attempts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from trl_a3po.errors import EngineError, StampError
 from trl_a3po.protocol.engine import GroupFinished
 from trl_a3po.protocol.records import Group, Prompt, Rollout
 from trl_a3po.rollout.outcomes import AttemptRecord
-from trl_a3po.rollout.queue_state import OutstandingState
+from trl_a3po.rollout.queue_state import OutstandingState, prompt_digest
 
 Stage = Literal["to submit", "in the engine", "waiting for its reward", "being scored", "ready"]
 FINISHED: tuple[Stage, ...] = ("waiting for its reward", "being scored", "ready")
@@ -53,15 +53,15 @@ class OutstandingPrompt:
         """The outstanding prompt that `saved` describes; its request id is still to be assigned.
 
         Args:
-            prompt: the prompt as the prompt stream has it now.
+            prompt: the prompt, with the row that the prompt stream has now.
 
         Raises:
-            ValueError: the prompt has other tokens than when it was saved.
+            ValueError: the row has another prompt than when it was saved.
         """
-        if list(prompt.token_ids) != saved.prompt_ids:
+        if prompt_digest(prompt.example) != saved.prompt_digest:
             raise ValueError(
                 f"Prompt {saved.prompt_index} of the prompt stream is not the one it was when the checkpoint was "
-                "saved: resume with the dataset, the tokenizer and the chat template of that run."
+                "saved: resume with the dataset of that run."
             )
         item = cls(prompt, popped_at=now, stage_entered_at=now, failures=list(saved.failures))
         if saved.rollouts is None:
@@ -161,6 +161,7 @@ class OutstandingPrompt:
             failures=list(self.failures),
             rollouts=list(self.finished_group.rollouts) if self.stage in FINISHED else None,
             score=self.finished_group.score if self.stage == "ready" else None,
+            prompt_digest=prompt_digest(self.prompt.example),
         )
 
     def _stamped(self, version: int) -> str:

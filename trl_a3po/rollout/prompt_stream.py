@@ -6,7 +6,7 @@ not thread-safe); prompts come out in the order of the rows, each once, numbered
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trl_a3po.protocol.records import Prompt
@@ -42,9 +42,9 @@ class PromptStream:
         """No prompt is left, neither buffered nor in the source."""
         return self.source_ended and not self._buffer
 
-    def fast_forward(self, cursor: int, indices: Collection[int]) -> dict[int, Prompt]:
-        """Skip the rows up to `cursor`, and return the prompts of those whose numbers are in `indices`, tokenised.
-        Main thread only, before any other read.
+    def fast_forward(self, cursor: int, prompts: Mapping[int, list[int] | None]) -> dict[int, Prompt]:
+        """Skip the rows up to `cursor`, and return the prompts of those whose numbers are in `prompts`, with the
+        tokens given there; a row with `None` is tokenised. Main thread only, before any other read.
 
         Raises:
             ValueError: the source ends before `cursor`.
@@ -57,8 +57,9 @@ class PromptStream:
                     f"The prompt stream ends after {self.cursor} rows, but {cursor} had been used when the checkpoint "
                     "was saved: resume with the dataset of that run."
                 )
-            if self.cursor in indices:
-                found[self.cursor] = Prompt(self.cursor, row, self._tokenize(row))
+            if self.cursor in prompts:
+                saved = prompts[self.cursor]
+                found[self.cursor] = Prompt(self.cursor, row, self._tokenize(row) if saved is None else list(saved))
             self.cursor += 1
         self._tokenised = self.cursor
         return found

@@ -154,7 +154,9 @@ class GenerationQueue:
         """
         if self._threads:
             raise RuntimeError("restore was called after start.")
-        prompts = self._prompts.fast_forward(state.cursor, {item.prompt_index for item in state.outstanding})
+        prompts = self._prompts.fast_forward(
+            state.cursor, {item.prompt_index: item.prompt_ids for item in state.outstanding}
+        )
         with self._changed:
             self._core.restore(state, prompts, version)
 

@@ -1,11 +1,14 @@
 """What a `GenerationQueue` needs to continue in another process, as plain data.
 
-Guarantees: dataset rows are not part of the state. It holds each prompt's place in the prompt stream and its tokens,
-so a stream that has changed is noticed. Of a group that was not finished, only the prompt is kept: it is sampled again
-at its place in the order.
+Guarantees: dataset rows are not part of the state. It holds each prompt's place in the prompt stream, a digest of the
+row's prompt, so that a stream that has changed is noticed, and its tokens, which are not made again: a chat template
+may give others on another day. Of a group that was not finished, only the prompt is kept: it is sampled again at its
+place in the order.
 """
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from trl_a3po.protocol.records import Rollout, Score
 from trl_a3po.rollout.outcomes import Outcomes
@@ -17,21 +20,23 @@ class OutstandingState:
 
     Args:
         prompt_index: place of the prompt in the prompt stream.
-        prompt_ids: its tokens.
+        prompt_ids: its tokens, `None` if they are to be made again from the row.
         submitted_version: the published version when the attempt was submitted.
         attempt: number of the finished attempt; if none is finished, of the one that comes next.
         failures: why each earlier attempt failed.
         rollouts: the finished rollouts, `None` if there are none yet.
         score: their rewards, `None` if they are not known yet.
+        prompt_digest: digest of the row's prompt (see `prompt_digest`).
     """
 
     prompt_index: int
-    prompt_ids: list[int]
+    prompt_ids: list[int] | None
     submitted_version: int
     attempt: int
     failures: list[str] = field(default_factory=list)
     rollouts: list[Rollout] | None = None
     score: Score | None = None
+    prompt_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +65,24 @@ class QueueState:
     def first_row(self) -> int:
         """The row of the prompt stream to read from: no earlier row is needed again."""
         return min((item.prompt_index for item in self.outstanding), default=self.cursor)
+
+    def without_rollouts(self, *, keeps_prompts: bool) -> Self:
+        """This state with every outstanding prompt to be sampled again.
+
+        Args:
+            keeps_prompts: the tokens of the prompts stay; otherwise they are made again from the rows.
+        """
+        finished = sum(item.rollouts is not None for item in self.outstanding)
+        return replace(
+            self,
+            outcomes=self.outcomes.with_unused(finished, "sampled again with other settings"),
+            outstanding=[
+                replace(item, rollouts=None, score=None, prompt_ids=item.prompt_ids if keeps_prompts else None)
+                for item in self.outstanding
+            ],
+        )
+
+
+def prompt_digest(row: dict[str, Any]) -> str:
+    """A short text that differs for rows with different prompts."""
+    return hashlib.sha256(repr(row.get("prompt")).encode()).hexdigest()[:16]

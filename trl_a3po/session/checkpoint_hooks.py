@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
@@ -24,6 +24,7 @@ from trl_a3po.distributed.team import Team
 from trl_a3po.models.unwrap import base_model
 from trl_a3po.publish.quantised import keep_trained_dtypes
 from trl_a3po.report.model_card import complete_model_card
+from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.session.saving import save_run
 from trl_a3po.session.session import Session
 from trl_a3po.session.temporarily import temporarily
@@ -39,6 +40,12 @@ class CheckpointHooks(GRPOTrainer):
     shuffle_dataset: bool
     max_completion_length: int
     num_generations_eval: int
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any]
+    generation_config: GenerationConfig
+    reward_weights: torch.Tensor
+    reward_func_names: list[str]
+    on_group: OnGroup | None
     _logs: dict[str, Any]
     _buffered_inputs: Any  # the slices of the generation batch, or `None`
     _signature_columns: Any  # a list of names, or `None` before the first use

@@ -1,7 +1,7 @@
 """Resuming from a checkpoint: one that `saving` wrote, or, without groups, one of `GRPOTrainer`.
 
-Guarantees: the run continues at the moment that was saved. If a setting has changed that decides the order of rows and
-groups, an error names it.
+Guarantees: the run continues at the moment that was saved. No number of the checkpoint is used with a setting that
+would have made another number: the number is made again, or an error names the setting (see `compared_settings`).
 """
 
 import logging
@@ -18,7 +18,8 @@ from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.queue_codec import decode_state
 from trl_a3po.rollout.outcomes import Outcomes
 from trl_a3po.rollout.queue_state import QueueState
-from trl_a3po.session.saving import Slice, settings
+from trl_a3po.session.compared_settings import changed_settings, compared_settings
+from trl_a3po.session.saving import Slice
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
@@ -64,18 +65,12 @@ def load_run(trainer: "A3POTrainer", folder: Path) -> RunState:
     if not checkpoint.is_ours(folder):
         return _plain_run(trainer, folder)
     values = checkpoint.read_json(folder / checkpoint.STATE)
-    _check_settings(values["settings"], settings(trainer), folder)
+    changed = changed_settings(values["settings"], compared_settings(trainer))
+    _check_settings(changed, values["slices"] is not None, folder)
     _check_processes(trainer, values["processes"], values["slices"] is not None, folder)
     _check_data_skip(trainer, folder)
     queue = decode_state(values["queue"], checkpoint.read_tensors(folder / checkpoint.GROUPS))
-    if values["reward_funcs"] != trainer.reward_func_names:
-        logger.warning(
-            "%s was saved with the reward functions %s: its groups are scored again, with %s.",
-            folder,
-            ", ".join(values["reward_funcs"]),
-            ", ".join(trainer.reward_func_names),
-        )
-        queue = replace(queue, outstanding=[replace(item, score=None) for item in queue.outstanding])
+    queue = _made_again(queue, changed, folder)
     takes = -(-values["micro_steps"] // trainer.args.micro_steps_per_take)  # as this run's schedule counts them
     run = RunState(
         run=checkpoint.run_of(folder),
@@ -115,15 +110,38 @@ def _moved(part: Slice, device: torch.device) -> Slice:
     return {name: None if value is None else value.to(device) for name, value in part.items()}
 
 
-def _check_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    changed = [name for name in now if now[name] != saved[name]]
-    if changed:
+def _check_settings(changed: dict[str, str], inside_a_batch: bool, folder: Path) -> None:
+    """Raise `ValueError` for settings that have changed and with which numbers of the checkpoint cannot be made
+    again."""
+    if "order" in changed:
         raise ValueError(
-            f"{folder} was saved with "
-            + ", ".join(f"{name}={saved[name]!r} (now {now[name]!r})" for name in changed)
-            + ": prompts and batches would follow in another order than in that run, and some would be trained twice "
-            "or never. Resume with the settings of that run, or start a new run from its weights."
+            f"{folder} was saved with {changed['order']}: prompts and batches would follow in another order than in "
+            "that run, and some would be trained twice or never. Resume with the settings of that run, or start a "
+            "new run from its weights."
         )
+    if "tokenizer" in changed:
+        raise ValueError(
+            f"{folder} was saved with another tokenizer ({changed['tokenizer']}), in which its token ids mean other "
+            "text: resume with the tokenizer of that run, or start a new run from its weights."
+        )
+    decided = [text for group, text in changed.items() if group in ("prompts", "sampling", "scoring", "batch")]
+    if inside_a_batch and decided:
+        raise ValueError(
+            f"{folder} was saved inside a generation batch, which was made with {', '.join(decided)}: resume with the "
+            "settings of that run, or from a checkpoint at which a new batch begins."
+        )
+
+
+def _made_again(queue: QueueState, changed: dict[str, str], folder: Path) -> QueueState:
+    """The queue without what other settings would have made differently; a warning says what is made again."""
+    sampled = ", ".join(changed[group] for group in ("prompts", "sampling") if group in changed)
+    if sampled:
+        logger.warning("%s was saved with %s: its finished groups are sampled again.", folder, sampled)
+        return queue.without_rollouts(keeps_prompts="prompts" not in changed)
+    if "scoring" in changed:
+        logger.warning("%s was saved with %s: its finished groups are scored again.", folder, changed["scoring"])
+        return replace(queue, outstanding=[replace(item, score=None) for item in queue.outstanding])
+    return queue
 
 
 def _check_processes(trainer: "A3POTrainer", saved: int, inside_a_batch: bool, folder: Path) -> None:

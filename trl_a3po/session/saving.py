@@ -7,10 +7,9 @@ generation batch, the slices that are still to be trained on and the micro-step 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from datasets import IterableDataset
-
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.queue_codec import encode_state
+from trl_a3po.session.compared_settings import compared_settings
 
 if TYPE_CHECKING:
     from trl_a3po.session.checkpoint_hooks import CheckpointHooks
@@ -35,21 +34,6 @@ def save_run(trainer: "CheckpointHooks", folder: Path) -> None:
     team.run_on_main(lambda: _save_queue(trainer, folder, slices))
 
 
-def settings(trainer: "CheckpointHooks") -> dict[str, Any]:
-    """The settings that decide the order of prompts, groups and slices."""
-    args, dataset = trainer.args, trainer.train_dataset
-    return {
-        "seed": args.seed,
-        "shuffle_dataset": trainer.shuffle_dataset,
-        "rows of train_dataset": None if isinstance(dataset, IterableDataset) else len(dataset),
-        "generation_batch_size": args.generation_batch_size,
-        "num_generations": args.num_generations,
-        "steps_per_generation": args.steps_per_generation,
-        "num_iterations": trainer.num_iterations,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-    }
-
-
 def _save_queue(trainer: "CheckpointHooks", folder: Path, slices: list[Slice | None] | None) -> None:
     session = trainer._session
     assert session is not None, "the main process has a session during training"
@@ -66,8 +50,7 @@ def _save_queue(trainer: "CheckpointHooks", folder: Path, slices: list[Slice | N
             "processes": trainer._team.size,
             "evaluation_noise": session.evaluation_noise,
             "publishes_counted_from": session.publishes_counted_from,
-            "settings": settings(trainer),
-            "reward_funcs": trainer.reward_func_names,
+            "settings": compared_settings(trainer),
             "queue": values,
             "slices": slices and [None if part is None else list(part) for part in slices],
             "logs": {} if slices is None else _logs(trainer),

@@ -18,6 +18,7 @@ from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.session.build_engine import build_engine, engine_dtype
 from trl_a3po.session.build_queue import build_queue
 from trl_a3po.session.build_scorer import PublishedStates, build_scorer
+from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.cores import SharedCores
 from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evaluation_prompts
 from trl_a3po.session.prompt_rows import prompt_rows, tokenize_prompt
@@ -75,7 +76,7 @@ class Session:
             self._states.published(version)
             self.queue.start(version)
         except BaseException:
-            self.close()
+            close_after_error(self.close)
             raise
 
     def publish_if_due(self, version: int) -> None:
