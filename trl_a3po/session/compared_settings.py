@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import IterableDataset
 
-from trl_a3po.session.build_engine import sampling_settings
+from trl_a3po.session.sampling import sampling_settings
 
 if TYPE_CHECKING:
     from trl_a3po.session.checkpoint_hooks import CheckpointHooks
@@ -41,7 +41,8 @@ BATCH_SETTINGS = (
 def compared_settings(trainer: "CheckpointHooks") -> Settings:
     """The settings of `trainer` by group, as JSON returns them."""
     args, dataset, tokenizer = trainer.args, trainer.train_dataset, trainer.processing_class
-    sampling = asdict(sampling_settings(args, trainer.generation_config))
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    sampling = asdict(sampling_settings(args, trainer.generation_config, policy))
     del sampling["seed"], sampling["pad_token_id"]
     filters = args.drop_zero_variance_groups
     weights = trainer.reward_weights.tolist()
