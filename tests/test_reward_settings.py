@@ -112,7 +112,7 @@ def test_the_filter_refuses_reward_models_and_the_hook_what_cannot_be_called(mod
             model_path, tmp_path, reward_funcs=[reward, RewardModel(1, 1)], drop_zero_variance_groups=True,
             reward_processing_classes=[None, object.__new__(_AnyTokenizer)],
         )  # fmt: skip
-    with pytest.raises(TypeError, match="on_group is 'keep'"):
+    with pytest.raises(TypeError, match="on_group='keep' is not a function"):
         build(model_path, tmp_path, on_group="keep")
 
 

@@ -400,7 +400,7 @@ def test_a_batch_in_which_every_reward_is_none_ends_the_run_and_names_the_functi
     def silent_too(completions, **kwargs):
         return [None] * len(completions)
 
-    with pytest.raises(RewardError, match="'silent', 'silent_too' returned None for all of them"):
+    with pytest.raises(RewardError, match="'silent', 'silent_too' returned None for all completions"):
         build(model_path, tmp_path, reward_funcs=[silent, silent_too]).train()
 
 

@@ -36,7 +36,7 @@ def test_every_process_saved_its_rows(folder):
 def test_one_process_cannot_go_on_in_the_middle_of_a_batch_that_two_shared(folder):
     settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 4}
     trainer = runs.build(folder, "one", 1, per_device_train_batch_size=4, **settings)
-    with pytest.raises(ValueError, match="that 2 processes shared, and 1 cannot go on with it: launch 2 processes"):
+    with pytest.raises(ValueError, match="that 2 processes shared, and 1 processes cannot resume it: launch 2"):
         trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-1"))
 
 
