@@ -1,8 +1,7 @@
 """What MkDocs does beyond Markdown: pages from outside `docs/`, links that work on GitHub and on the site, and tables
-that are filled from the code.
+of settings that are filled from the code. Run as a script, it writes the tables of `docs/objectives.md`.
 
-Guarantees: a page reads the same on GitHub and on the site; a table of settings or objectives on the site is what the
-installed library says.
+Guarantees: a link works on GitHub and on the site; a table of settings on the site is what the installed library says.
 """
 
 import base64
@@ -29,6 +28,10 @@ PAGES_FROM = {  # page of the site -> file of the repository
 PAGE_OF = {file: page for page, file in PAGES_FROM.items()} | {"docs/README.md": "index.md"}
 LINK = re.compile(r"(?<!!)(\[[^\]\[]*(?:\[[^\]]*\][^\]\[]*)*\])\(([^)\s]+)\)")
 PICTURE = re.compile(r'<picture>.*?<img [^>]*src="docs/(\S+)_light\.svg"[^>]*alt="([^"]*)"[^>]*>.*?</picture>', re.S)
+OBJECTIVES_PAGE = ROOT / "docs" / "objectives.md"
+TABLE = re.compile(
+    r"(<!-- table: (\w+) -->).*?<!-- end -->", re.S
+)  # the name of a table in objectives/documentation.py
 FENCE = re.compile(r"(^```.*?^```$)", re.S | re.M)
 
 
@@ -50,10 +53,7 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
     parts = FENCE.split(markdown)
     written = [part if part.startswith("```") else linked(part, uri, config.extra.get("source")) for part in parts]
     markdown = "".join(written)
-    for marker, table in TABLES.items():
-        if f"<!-- {marker} -->" in markdown:
-            markdown = markdown.replace(f"<!-- {marker} -->", table())
-    return markdown
+    return markdown.replace("<!-- settings -->", settings_tables()) if "<!-- settings -->" in markdown else markdown
 
 
 def on_page_content(html: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
@@ -154,16 +154,16 @@ def markdown_table(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rest])
 
 
-def objective_table(name: str) -> str:
+def with_objective_tables(markdown: str) -> str:
+    """`markdown` with the tables of objectives between their markers as the records of the objectives have them."""
     from trl_a3po.objectives import documentation
 
-    return markdown_table(getattr(documentation, name)())
+    def table(marked: re.Match) -> str:
+        rows = getattr(documentation, f"{marked[2]}_table")()
+        return f"{marked[1]}\n\n{markdown_table(rows)}\n\n<!-- end -->"
+
+    return TABLE.sub(table, markdown)
 
 
-TABLES = {
-    "settings": settings_tables,
-    "objectives": lambda: objective_table("objectives_table"),
-    "objective loss types": lambda: objective_table("loss_types_table"),
-    "objective KL terms": lambda: objective_table("kl_table"),
-    "objective schedules": lambda: objective_table("schedules_table"),
-}
+if __name__ == "__main__":
+    OBJECTIVES_PAGE.write_text(with_objective_tables(OBJECTIVES_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
