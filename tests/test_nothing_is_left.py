@@ -1,13 +1,17 @@
 """What a run does to the user's objects: nothing beyond training the parameters, so that a notebook's cell can be run
 again, with the same model."""
 
+import contextlib
 import copy
+import json
 import pickle
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.runs import ScriptedGRPOTrainer, build, reward
@@ -134,3 +138,51 @@ def test_a_reward_cannot_change_the_mode_of_training(model_path, tmp_path):
     assert len(logged) == 8 and not any(name.startswith("eval_") for entry in logged for name in entry)
     assert "train" not in vars(trainer.model)
     assert trainer.model.eval().training is False
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_configuration_has_the_engine_of_the_configuration(model_path, tmp_path, duplicate):
+    args = build(model_path, tmp_path).args
+    copied = duplicate(args)
+    assert copied.engine is args.engine and copied is not args
+    assert copied.to_dict() == args.to_dict() and vars(copied).keys() == vars(args).keys()
+    copied.max_steps = 99
+    assert args.max_steps != 99
+
+
+def test_a_pickled_configuration_without_its_engine_is_refused(model_path, tmp_path):
+    args = pickle.loads(pickle.dumps(build(model_path, tmp_path).args))
+    with pytest.raises(ValueError, match=r"engine='StubEngine' is not known.*not part of a pickled configuration"):
+        A3POTrainer(model_path, reward, args=args, train_dataset=tiny_prompts())
+
+
+def test_a_configuration_with_an_engine_object_is_written_as_json(model_path, tmp_path):
+    assert json.loads(build(model_path, tmp_path).args.to_json_string())["engine"] == "StubEngine"
+
+
+def test_a_reward_that_changes_the_working_folder_moves_no_checkpoint(model_path, tmp_path, monkeypatch):
+    def elsewhere(completion_ids, target, **kwargs):
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            time.sleep(0.05)
+        return reward(completion_ids, target)
+
+    monkeypatch.chdir(tmp_path)
+    trainer = build(
+        model_path, Path("run"), max_steps=4, max_staleness=2, reward_funcs=elsewhere,
+        save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    found = sorted(path.name for path in (tmp_path / "run" / "A3POTrainer").glob("checkpoint-*"))
+    assert found == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_model_without_anything_to_train_is_refused(model_path, tmp_path, adapter):
+    model = load(model_path)
+    if adapter:
+        get_peft_model(load(model_path), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "a")
+        model = PeftModel.from_pretrained(model, tmp_path / "a")
+    else:
+        model.requires_grad_(False)
+    with pytest.raises(ValueError, match="is_trainable=True" if adapter else "model.requires_grad_"):
+        build(model, tmp_path, processing_class=tiny_tokenizer(), gradient_checkpointing=False)

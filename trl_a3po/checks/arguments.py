@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, ProcessorMixin
 
 from trl_a3po.config import A3POConfig
+from trl_a3po.config.check_engine import check_engine
 from trl_a3po.models.unwrap import base_model
 from trl_a3po.rewards.messages import pickled_functions
 
@@ -22,6 +23,7 @@ def check_arguments(model: Any, reward_funcs: Any, args: A3POConfig, others: dic
     arguments after the first three, by name."""
     if not isinstance(args, A3POConfig):
         raise TypeError(f"args is a {type(args).__name__}: pass an A3POConfig, which takes every field of GRPOConfig.")
+    check_engine(args)  # which may have been set after the configuration was made
     for name, instead in (
         ("tools", "train without tools"),
         ("rollout_func", "pass an `engine` object in A3POConfig"),

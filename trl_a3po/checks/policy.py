@@ -22,6 +22,10 @@ from trl_a3po.publish.quantised import is_quantised
 
 def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling: SamplingSettings) -> None:
     """Raise `ValueError` for a policy that the engine cannot hold, or cannot sample from with these settings."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"No parameter of the model requires a gradient, so there is nothing to train: {_remedy(model)}."
+        )
     if any(map(is_quantised, model.parameters())):
         _check_quantised(args)
     published_spec(args, model, model.dtype)
@@ -96,3 +100,9 @@ def _check_left_padding(model: PreTrainedModel | PeftModel, config: Any) -> None
             "left. TRL's training forward pads prompts so, but the engine does not: use a model whose positions are "
             "rotary or follow the attention mask."
         )
+
+
+def _remedy(model: PreTrainedModel | PeftModel) -> str:
+    if isinstance(model, PeftModel):
+        return "load the adapter with PeftModel.from_pretrained(..., is_trainable=True)"
+    return "call model.requires_grad_(True), or leave those layers trainable that are to be trained"

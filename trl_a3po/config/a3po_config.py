@@ -5,10 +5,12 @@ than what it says, or never fill a batch, raises a `ValueError` that says what t
 `GRPOConfig` keeps its meaning; the few defaults that differ say why in their help.
 """
 
+import copy
 import inspect
 import math
+import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from trl import GRPOConfig
@@ -88,6 +90,10 @@ class A3POConfig(
             self.bf16 = not self.fp16 and not self.use_cpu and torch.accelerator.is_available()
         super().__post_init__()
         check_types(self)
+        # A reward function may change the working folder of the process while a checkpoint is written.
+        self.output_dir = os.path.abspath(self.output_dir)
+        if self.vllm_weights_dir is not None:
+            self.vllm_weights_dir = os.path.abspath(self.vllm_weights_dir)
         self._map_trl_vllm_fields()
         check_choices(self)
         check_inherited(self)
@@ -98,12 +104,29 @@ class A3POConfig(
         check_objective(self)
         check_schedule(self)
 
+    def __copy__(self) -> Self:
+        return self._with(self.__dict__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of everything but an engine object, which the copy shares."""
+        return self._with({name: copy.deepcopy(value, memo) for name, value in self._plain().items()})
+
     def __getstate__(self) -> dict[str, Any]:
         """Checkpoints pickle the arguments; an engine object is not part of them, and is kept as its class's name."""
-        state = dict(self.__dict__)
-        if not isinstance(self.engine, str):
-            state["engine"] = type(self.engine).__qualname__
-        return state
+        return self._plain()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values; an engine object as the name of its class."""
+        return {**super().to_dict(), "engine": self._plain()["engine"]}
+
+    def _plain(self) -> dict[str, Any]:
+        engine = self.engine if isinstance(self.engine, str) else type(self.engine).__qualname__
+        return {**self.__dict__, "engine": engine}
+
+    def _with(self, state: dict[str, Any]) -> Self:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(state, engine=self.engine)
+        return new
 
     def plan(self) -> str:
         """What these settings resolve to, for a person; `A3POTrainer.plan` adds the memory."""

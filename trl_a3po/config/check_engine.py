@@ -22,7 +22,7 @@ def check_engine(config: "A3POConfig") -> None:
     if isinstance(config.engine, str) and config.engine not in ("transformers", "vllm"):
         raise ValueError(
             f"engine={config.engine!r} is not known: set 'transformers', 'vllm', or an object with the methods of "
-            "trl_a3po.protocol.engine.Engine."
+            "trl_a3po.protocol.engine.Engine. An object is not part of a pickled configuration: set it again."
         )
     if not isinstance(config.engine, str):
         _check_engine_object(config)
