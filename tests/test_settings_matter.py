@@ -94,7 +94,7 @@ class Parts:
         made = self.made
 
         class Recorder:
-            timeouts = close = interrupt = describe = None
+            timeouts = close = interrupt = describe = seconds = None
 
             def __init__(self, *arguments, **options):
                 plain = {key: repr(value) for key, value in options.items() if not callable(value)}

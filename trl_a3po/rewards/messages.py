@@ -12,9 +12,18 @@ import cloudpickle
 from trl_a3po.errors import RewardError
 from trl_a3po.protocol.records import Group, Score
 
+IN_THIS_PROCESS = "set reward_workers=0, which runs the function in this process"
 
-def pickled_functions(funcs: Sequence[Callable[..., Any] | None], names: Sequence[str]) -> bytes:
+
+def pickled_functions(
+    funcs: Sequence[Callable[..., Any] | None], names: Sequence[str], otherwise: str = IN_THIS_PROCESS
+) -> bytes:
     """The functions, pickled together, so that an object that two of them share is still shared in the worker.
+
+    Args:
+        funcs: the functions; `None` stands for a column that is computed elsewhere.
+        names: one name per function.
+        otherwise: for messages, what else to do about a function that cannot be pickled.
 
     Raises:
         RewardError: a function cannot be pickled.
@@ -28,12 +37,10 @@ def pickled_functions(funcs: Sequence[Callable[..., Any] | None], names: Sequenc
             except Exception as reason:
                 raise RewardError(
                     f"The reward function '{name}' cannot be sent to a reward worker: {reason!r}. Create the object "
-                    "that cannot be pickled inside the function, or set reward_workers=0, which runs the function in "
-                    "this process."
+                    f"that cannot be pickled inside the function, or {otherwise}."
                 ) from reason
         raise RewardError(
-            f"The reward functions cannot be sent to a reward worker: {error!r}. Set reward_workers=0, which runs "
-            "them in this process."
+            f"The reward functions cannot be sent to a reward worker: {error!r}. To avoid it, {otherwise}."
         ) from error
 
 

@@ -7,26 +7,38 @@ Guarantees:
   did;
 - a function that hangs blocks the thread that called it, and no other thread for longer than the timeout of
   `score_all`;
+- a function that asks for what only a main thread has, such as `signal.signal`, gets a process of its own: what it did
+  in the thread for that group is discarded, and the group is scored again for that function alone;
 - `interrupt` ends a function that is being awaited, and no function is called after it.
 """
 
 import asyncio
 import inspect
 import itertools
+import logging
 import math
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from trl_a3po.errors import RewardError, StallError
-from trl_a3po.protocol.records import Group, Score
+from trl_a3po.protocol.records import Group, Rejection, Score
+from trl_a3po.rewards.main_thread import Watch, limits_time_in_main_thread_only, watch
 from trl_a3po.rewards.values import reward_values
 from trl_a3po.workers.thread_stacks import thread_stacks
 
+if TYPE_CHECKING:
+    from trl_a3po.rewards.worker_pool import RewardWorkers
+
+logger = logging.getLogger(__name__)
+
+NEEDS = "only the main thread of a process has"
 CLOSE_TIMEOUT = 1.0  # seconds for a group that is being scored
 WHILE_WAITING_SECONDS = 10.0  # between two calls of `while_waiting`
 RESERVED = ("prompt", "completion", "completion_ids")
@@ -34,8 +46,26 @@ RESERVED = ("prompt", "completion", "completion_ids")
 Result = TypeVar("Result")
 
 
+@dataclass
+class FunctionCall:
+    """One call of a reward function: what it logged, and the rewards it returned."""
+
+    column: int
+    watched: Watch = field(default_factory=Watch)
+    extra_columns: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def log_extra(self, column: str, values: Iterable[Any]) -> None:
+        self.extra_columns[column].extend(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics.append((name, float(value)))
+
+
 class RewardScorer:
-    """`scorer(group) -> Score`, one group at a time, from any thread.
+    """`scorer(group) -> Score | Rejection`, one group at a time, from any thread. Only a function in a process of its
+    own can cause a rejection.
 
     Args:
         funcs: reward functions, in the order of the columns of the rewards. `None` stands for a column that is
@@ -47,6 +77,8 @@ class RewardScorer:
             `async def` functions are known at the same time, after the others.
         timeout: seconds that the functions may take for one group of `score_all`. `None` stands for `stall_timeout`.
         stall_timeout: the timeout of `score_all` if there is no `timeout`.
+        own_process: column -> a process for its function, not started. It raises `RewardError` if the function cannot
+            be sent there. Needed only where scoring is not on the main thread.
     """
 
     def __init__(
@@ -58,6 +90,7 @@ class RewardScorer:
         on_column: Callable[[int, list[float]], None] | None = None,
         timeout: float | None = None,
         stall_timeout: float = 600.0,
+        own_process: "Callable[[int], RewardWorkers] | None" = None,
     ):
         self._funcs = list(funcs)
         self._names = list(names)
@@ -72,8 +105,36 @@ class RewardScorer:
         self._one_at_a_time = threading.Lock()
         self._began: float | None = None  # when scoring the present group began
         self._running: list[int] = []  # the columns that are being computed
+        self._own_process = own_process
+        self._moved: dict[int, RewardWorkers] = {}  # the processes of functions that cannot run in a thread
+        self._in_process: RewardWorkers | None = None  # the one of them that is scoring
+        self._watches: set[Watch] = set()
 
-    def __call__(self, group: Group) -> Score:
+    def start(self) -> None:
+        """Start the processes of the functions that are known to need one: TRL's rewards that use math-verify."""
+        for column, func in enumerate(self._funcs):
+            if func is not None and self._own_process is not None and limits_time_in_main_thread_only(func):
+                self._move(column, "math-verify's time limits")
+
+    @property
+    def timeouts(self) -> int:
+        """How many groups had the process of a function killed at the timeout."""
+        return sum(process.timeouts for process in list(self._moved.values()))
+
+    @property
+    def crashes(self) -> int:
+        """How many groups had the process of a function die."""
+        return sum(process.crashes for process in list(self._moved.values()))
+
+    def seconds(self) -> float:
+        """How long the functions have been running for the present group; 0 if there is none. The time in a process
+        that has a timeout of its own does not count. From any thread."""
+        began, in_process = self._began, self._in_process
+        if began is None or (in_process is not None and self._timeout_name == "reward_timeout"):
+            return 0.0
+        return time.monotonic() - began
+
+    def __call__(self, group: Group) -> Score | Rejection:
         with self._one_at_a_time:
             self._began = time.monotonic()
             try:
@@ -87,6 +148,9 @@ class RewardScorer:
         began, running = self._began, self._running
         if began is None or not running:
             return ""
+        process = self._in_process
+        if process is not None:
+            return f"{self._functions(running)} is running in a process of its own. {process.describe()}"
         seconds = f"{time.monotonic() - began:.1f} s"
         so_far = (
             f"running for {seconds}, in a thread, which cannot be interrupted"
@@ -99,39 +163,92 @@ class RewardScorer:
             "reward_timeout."
         )
 
-    def _score(self, group: Group) -> Score:
+    def _score(self, group: Group) -> Score | Rejection:
         self._raise_if_interrupted()
         started = time.perf_counter()
         size = len(group.rollouts)
         score = Score(rewards=[[math.nan] * len(self._funcs) for _ in range(size)])
-        extra_columns: dict[str, list[Any]] = defaultdict(list)
-        example = group.prompt.example
-        kwargs: dict[str, Any] = {name: [value] * size for name, value in example.items() if name not in RESERVED}
-        kwargs |= {
+        kwargs = self._arguments(group)
+        for call in itertools.chain(self._call_in_turn(kwargs), self._await_together(kwargs)):
+            if call.watched.asked_for:
+                self._move(call.column, call.watched.asked_for)
+            else:
+                self._add(score, call.column, call.values, call.extra_columns, call.metrics)
+        for column in list(self._moved):
+            moved = self._score_in_process(column, group)
+            if isinstance(moved, Rejection):
+                return moved
+            values = [row[0] for row in moved.rewards]
+            self._add(score, column, values, moved.extra_columns, moved.metrics)
+        for name, logged in score.extra_columns.items():
+            if len(logged) != size:
+                raise RewardError(
+                    f"log_extra({name!r}, ...) recorded {len(logged)} values for a group of {size} completions: "
+                    "record one value per completion."
+                )
+        score.seconds = time.perf_counter() - started
+        return score
+
+    def _arguments(self, group: Group) -> dict[str, Any]:
+        """The keyword arguments of the functions, except for those that log."""
+        size, example = len(group.rollouts), group.prompt.example
+        return {name: [value] * size for name, value in example.items() if name not in RESERVED} | {
             "prompts": [example["prompt"]] * size,
             "completions": self._decode(group),
             "completion_ids": [list(rollout.token_ids) for rollout in group.rollouts],
             "trainer_state": self._state(group),
-            "log_extra": lambda column, values: extra_columns[column].extend(values),
-            "log_metric": lambda name, value: score.metrics.append((name, float(value))),
         }
-        for column, returned in itertools.chain(self._call_in_turn(kwargs), self._await_together(kwargs)):
-            values = reward_values(self._names[column], returned, size)
-            for row, value in zip(score.rewards, values, strict=True):
-                row[column] = value
-            if self._on_column is not None:
-                self._on_column(column, values)
-        for name, values in extra_columns.items():
-            if len(values) != size:
-                raise RewardError(
-                    f"log_extra({name!r}, ...) recorded {len(values)} values for a group of {size} completions: "
-                    "record one value per completion."
-                )
-        score.extra_columns = dict(extra_columns)
-        score.seconds = time.perf_counter() - started
-        return score
 
-    def score_all(self, groups: Sequence[Group], while_waiting: Callable[[], None] = lambda: None) -> list[Score]:
+    def _add(
+        self,
+        score: Score,
+        column: int,
+        values: list[float],
+        extra_columns: dict[str, list[Any]],
+        metrics: list[tuple[str, float]],
+    ) -> None:
+        """Put a function's rewards, and what it logged, into the score."""
+        for row, value in zip(score.rewards, values, strict=True):
+            row[column] = value
+        for name, logged in extra_columns.items():
+            score.extra_columns[name] = score.extra_columns.get(name, []) + logged
+        score.metrics += metrics
+        if self._on_column is not None:
+            self._on_column(column, values)
+
+    # --- functions in a process of their own --------------------------------------------------------------------
+
+    def _move(self, column: int, asked_for: str) -> None:
+        """Give the function its own process."""
+        assert self._own_process is not None, "a function is watched only outside a main thread"
+        try:
+            process = self._own_process(column)
+        except RewardError as error:
+            raise RewardError(f"{self._functions([column])} asks for {asked_for}, which {NEEDS}. {error}") from error
+        logger.warning(
+            "%s asks for %s, which %s, so it runs in a process of its own from now on. What it changes in the "
+            "script's objects stays in that process.",
+            *(self._functions([column]), asked_for, NEEDS),
+        )
+        process.start()
+        self._moved[column] = process
+        if self._interrupted.is_set():  # `interrupt` may have seen the processes before this one
+            process.close()
+
+    def _score_in_process(self, column: int, group: Group) -> Score | Rejection:
+        self._raise_if_interrupted()
+        self._running, self._in_process = [column], self._moved[column]
+        began = time.monotonic()
+        try:
+            return self._in_process(group)
+        finally:
+            self._in_process = None
+            if self._timeout_name == "reward_timeout" and self._began is not None:
+                self._began += time.monotonic() - began
+
+    def score_all(
+        self, groups: Sequence[Group], while_waiting: Callable[[], None] = lambda: None
+    ) -> list[Score | Rejection]:
         """Score groups, one after the other, in another thread.
 
         Args:
@@ -142,7 +259,7 @@ class RewardScorer:
             StallError: scoring one group took longer than `timeout`, or than `stall_timeout` if there is no `timeout`.
             RewardError: as for one group.
         """
-        futures: list[Future[Score]] = [Future() for _ in groups]
+        futures: list[Future[Score | Rejection]] = [Future() for _ in groups]
         # A daemon thread: a function that hangs must not keep the process from ending.
         thread = threading.Thread(
             target=self._score_into, args=(groups, futures), name="a3po evaluation rewards", daemon=True
@@ -157,9 +274,16 @@ class RewardScorer:
         awaited = self._awaited
         if awaited is not None:
             awaited.get_loop().call_soon_threadsafe(awaited.cancel)
+        for process in list(self._moved.values()):
+            process.close()
 
     def close(self) -> None:
-        """Close the event loop of the `async def` functions, if it was started and no function hangs. Idempotent."""
+        """Close the functions' processes, and the event loop of the `async def` functions, if it was started and no
+        function hangs. Idempotent."""
+        for process in list(self._moved.values()):
+            process.close()
+        for watched in list(self._watches):  # of functions that hang
+            watched.end()
         if not self._one_at_a_time.acquire(timeout=CLOSE_TIMEOUT):
             return  # the loop is running, in a thread that was abandoned
         try:
@@ -172,7 +296,7 @@ class RewardScorer:
         finally:
             self._one_at_a_time.release()
 
-    def _score_into(self, groups: Sequence[Group], futures: "list[Future[Score]]") -> None:
+    def _score_into(self, groups: Sequence[Group], futures: "list[Future[Score | Rejection]]") -> None:
         for group, future in zip(groups, futures, strict=True):
             try:
                 future.set_result(self(group))
@@ -180,54 +304,87 @@ class RewardScorer:
                 future.set_exception(error)
                 return
 
-    def _result(self, future: "Future[Score]", while_waiting: Callable[[], None]) -> Score:
-        def seconds_left() -> float:
-            began = self._began  # of any group: another thread's may be scored first
-            return self._timeout if began is None else self._timeout - (time.monotonic() - began)
-
+    def _result(self, future: "Future[Score | Rejection]", while_waiting: Callable[[], None]) -> Score | Rejection:
         try:
-            return wait_for_result(future, seconds_left, while_waiting)
+            # The seconds of any group: another thread's may be scored first.
+            return wait_for_result(future, lambda: self._timeout - self.seconds(), while_waiting)
         except TimeoutError:
             raise StallError(
                 f"The rewards of an evaluation have taken longer than {self._timeout_name}={self._timeout:g} s for "
                 f"one group. {self.describe()}\n{thread_stacks()}"
             ) from None
 
-    def _call_in_turn(self, kwargs: dict[str, Any]) -> Iterator[tuple[int, Any]]:
-        """The column of each synchronous function, and what the function returned."""
+    def _call_in_turn(self, kwargs: dict[str, Any]) -> Iterator[FunctionCall]:
+        """The calls of the synchronous functions."""
         for column, func in enumerate(self._funcs):
-            if func is not None and not is_async(func):
+            if func is not None and column not in self._moved and not is_async(func):
                 self._raise_if_interrupted()
                 self._running = [column]
-                yield column, self._named_on_error(column, partial(func, **kwargs))
+                call = FunctionCall(column)
+                self._finish(call, partial(func, **self._with_loggers(kwargs, call)), kwargs)
+                yield call
 
-    def _await_together(self, kwargs: dict[str, Any]) -> Iterator[tuple[int, Any]]:
-        """The column of each `async def` function, and what the function returned. They run at the same time."""
-        funcs = {column: func for column, func in enumerate(self._funcs) if func is not None and is_async(func)}
+    def _await_together(self, kwargs: dict[str, Any]) -> Iterator[FunctionCall]:
+        """The calls of the `async def` functions. They run at the same time."""
+        funcs = {
+            column: func
+            for column, func in enumerate(self._funcs)
+            if func is not None and column not in self._moved and is_async(func)
+        }
         if not funcs:
             return
         self._raise_if_interrupted()
         self._running = list(funcs)
         if self._runner is None:
             self._runner = asyncio.Runner()
+        calls = {column: FunctionCall(column) for column in funcs}
+        awaitables = [
+            partial(_outcome, func, self._with_loggers(kwargs, calls[column]), partial(self._watch, calls[column]))
+            for column, func in funcs.items()
+        ]
         try:
-            outcomes = self._runner.run(self._gather(list(funcs.values()), kwargs))
+            outcomes = self._runner.run(self._gather(awaitables))
         except RewardError:
             raise
         except BaseException as error:  # usually of a task that one of the functions started
             if self._interrupted.is_set():
                 raise RewardError(f"{self._functions(funcs)} was being awaited when the run ended.") from None
             raise RewardError(f"{self._functions(funcs)} raised {error!r}.") from error
-        for column, outcome in zip(funcs, outcomes, strict=True):
-            yield column, self._named_on_error(column, outcome)
+        for call, outcome in zip(calls.values(), outcomes, strict=True):
+            if not call.watched.asked_for:
+                self._finish(call, outcome, kwargs)
+            yield call
+
+    def _finish(self, call: FunctionCall, returns: Callable[[], Any], kwargs: dict[str, Any]) -> None:
+        """Set the rewards of a call, or, if the function asks for what only a main thread has, what it asked for."""
+        with self._watch(call):
+            try:
+                # A generator runs only when its values are read.
+                name, size = self._names[call.column], len(kwargs["completions"])
+                call.values = reward_values(name, self._named_on_error(call.column, returns), size)
+            except RewardError:
+                if not call.watched.asked_for:
+                    raise
+
+    @contextmanager
+    def _watch(self, call: FunctionCall) -> Iterator[None]:
+        with watch() as call.watched:
+            self._watches.add(call.watched)
+            try:
+                yield
+            finally:
+                self._watches.discard(call.watched)
+
+    def _with_loggers(self, kwargs: dict[str, Any], call: FunctionCall) -> dict[str, Any]:
+        return kwargs | {"log_extra": call.log_extra, "log_metric": call.log_metric}
 
     async def _gather(
-        self, funcs: list[Callable[..., Awaitable[Any]]], kwargs: dict[str, Any]
+        self, awaitables: Sequence[Callable[[], Awaitable[Callable[[], Any]]]]
     ) -> list[Callable[[], Any]]:
         self._awaited = asyncio.current_task()
         try:
             self._raise_if_interrupted()
-            return await asyncio.gather(*(_outcome(func, kwargs) for func in funcs))
+            return await asyncio.gather(*(awaitable() for awaitable in awaitables))
         finally:
             self._awaited = None
 
@@ -273,11 +430,14 @@ def wait_for_result(
         while_waiting()
 
 
-async def _outcome(func: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Callable[[], Any]:
+async def _outcome(
+    func: Callable[..., Awaitable[Any]], kwargs: dict[str, Any], watched: Callable[[], AbstractContextManager[None]]
+) -> Callable[[], Any]:
     """A call that returns what `func` returned, or raises what it raised. The error cannot be raised here: an exit
     would end the event loop, and a cancelled task would cancel the other functions."""
     try:
-        value = await func(**kwargs)
+        with watched():
+            value = await func(**kwargs)
     except BaseException as error:
         return partial(_raise, error)
     return lambda: value

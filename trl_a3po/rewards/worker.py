@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trl_a3po.errors import RewardError
-from trl_a3po.protocol.records import Group
+from trl_a3po.protocol.records import Group, Score
 from trl_a3po.rewards.messages import pickled_score
 from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.workers.channel import Channel
@@ -69,7 +69,9 @@ class _Scorer:
 
     def __call__(self, group: Group, completions: list[Any], state: Any) -> bytes:
         self._completions, self._state = completions, state
-        return pickled_score(self._scorer(group))
+        score = self._scorer(group)
+        assert isinstance(score, Score), "on a main thread, no function is moved"
+        return pickled_score(score)
 
 
 def _traceback(error: BaseException) -> str:

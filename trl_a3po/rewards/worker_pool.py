@@ -19,7 +19,7 @@ from typing import Any
 
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.protocol.records import Group, Rejection, Score
-from trl_a3po.rewards.messages import pickled_functions, pickled_group, unpickled_score
+from trl_a3po.rewards.messages import IN_THIS_PROCESS, pickled_functions, pickled_group, unpickled_score
 from trl_a3po.rewards.scorer import is_async, wait_for_result
 from trl_a3po.rewards.worker_process import ABORT_TIMEOUT, RewardProcess, WorkerGone
 from trl_a3po.workers.process import WorkerProcess
@@ -43,6 +43,7 @@ class RewardWorkers:
         timeout: seconds that the functions may take for one group, counted from when a worker is ready for it.
         on_timeout: reward that each completion gets from a function that did not finish; `None` rejects the group.
         stall_timeout: seconds after which `score_all` gives up on a group.
+        otherwise: for messages, what else to do about a function that cannot be pickled or loaded.
 
     Raises:
         RewardError: a function cannot be pickled.
@@ -59,8 +60,10 @@ class RewardWorkers:
         timeout: float | None = None,
         on_timeout: float | None = None,
         stall_timeout: float = 600.0,
+        otherwise: str = IN_THIS_PROCESS,
     ):
-        self._functions = pickled_functions(funcs, names)
+        self._functions = pickled_functions(funcs, names, otherwise)
+        self._otherwise = otherwise
         self._names = list(names)
         present = [(column, func) for column, func in enumerate(funcs) if func is not None]
         self._in_turn = [column for column, func in present if not is_async(func)]
@@ -227,7 +230,7 @@ class RewardWorkers:
 
     def _start(self) -> RewardProcess:
         process = self._starter.submit(WorkerProcess, MODULE, shows_output=True).result()
-        return RewardProcess(process, self._functions, self._names)
+        return RewardProcess(process, self._functions, self._names, self._otherwise)
 
     def _borrow(self) -> RewardProcess:
         with self._changed:

@@ -43,10 +43,12 @@ class RewardProcess:
         process: a process that runs the module `trl_a3po.rewards.worker`.
         functions: what `pickled_functions` returned.
         names: a name per function.
+        otherwise: for messages, what to do if the functions cannot be loaded.
     """
 
-    def __init__(self, process: WorkerProcess, functions: bytes, names: list[str]) -> None:
+    def __init__(self, process: WorkerProcess, functions: bytes, names: list[str], otherwise: str) -> None:
         self.process = process
+        self._otherwise = otherwise
         self.ended = False
         self._ready = False
         process.channel.send((functions, names))
@@ -69,7 +71,7 @@ class RewardProcess:
                 f"the reward functions. It printed:\n{self.process.output_tail or '(nothing)'}"
             ) from None
         if message[0] == "failed":
-            raise RewardError(f"{message[1]} Set reward_workers=0.") from RewardTraceback(message[2])
+            raise RewardError(f"{message[1]} To avoid it, {self._otherwise}.") from RewardTraceback(message[2])
         self._ready = True
 
     def score(self, group: bytes, timeout: float | None) -> bytes:

@@ -68,6 +68,8 @@ class GenerationQueue:
         close_timeout: seconds for which `close` waits for the background threads before it abandons them.
         score_threads: number of threads that score, each one group at a time.
         score_timeout: seconds that scoring one group may take before a waiting `take` raises `StallError`.
+        scoring_seconds: returns how much of the time that scoring the present group has taken counts towards
+            `score_timeout`; by default all of it.
         interrupt_score: called by `close`; it makes the scoring under way end early, with any error.
         attempt_ended: called with the record of each attempt that ends, from any thread, under the queue's lock. It
             must not wait.
@@ -95,6 +97,7 @@ class GenerationQueue:
         close_timeout: float = 5.0,
         score_threads: int = 1,
         score_timeout: float | None = None,
+        scoring_seconds: Callable[[], float] | None = None,
         interrupt_score: Callable[[], None] | None = None,
         attempt_ended: Callable[[AttemptRecord], None] = lambda attempt: None,
         describe_score: Callable[[], str] = lambda: "",
@@ -111,6 +114,7 @@ class GenerationQueue:
         self._stall_timeout = stall_timeout
         self._close_timeout = close_timeout
         self._score_timeout = score_timeout
+        self._scoring_seconds = scoring_seconds
         self._interrupt_score = interrupt_score
         self._describe_score = describe_score
         self._while_waiting = while_waiting
@@ -363,7 +367,7 @@ class GenerationQueue:
             raise StallError(stall_report(self.status(), quiet, self._describe_score()))
         longest = self._stall_timeout - quiet
         if self._score_timeout is not None:
-            scoring = self._core.scoring_seconds()
+            scoring = (self._scoring_seconds or self._core.scoring_seconds)()
             if scoring >= self._score_timeout:
                 raise StallError(overdue_report(self.status(), scoring, self._score_timeout, self._describe_score()))
             longest = min(longest, self._score_timeout - scoring)

@@ -52,6 +52,7 @@ def build_queue(
         max_rejected_in_a_row=args.max_rejected_groups_in_a_row or 10 * args.groups_per_batch,
         score_threads=max(1, args.reward_workers),
         score_timeout=None if in_processes else args.reward_timeout,
+        scoring_seconds=None if isinstance(scorer, RewardWorkers) else scorer.seconds,
         interrupt_score=scorer.close if isinstance(scorer, RewardWorkers) else scorer.interrupt,
         attempt_ended=timeline.attempt,
         describe_score=scorer.describe,

@@ -25,22 +25,40 @@ if TYPE_CHECKING:
 def build_scorer(trainer: "A3POTrainer", state: Callable[[Group], TrainerState]) -> RewardScorer | RewardWorkers:
     """The scorer that runs the trainer's reward functions, in this process or in `reward_workers` other processes."""
     args, functions = trainer.args, reward_functions(trainer)
-    decode = CompletionDecoder(trainer.processing_class)
+    names, decode = trainer.reward_func_names, CompletionDecoder(trainer.processing_class)
+
+    # As a plain object: to load a TrainerState, each worker would import transformers and torch.
+    def plain_state(group: Group) -> SimpleNamespace:
+        return SimpleNamespace(**vars(state(group)))
+
     if not args.reward_workers or not any(functions):
+
+        def own_process(column: int) -> RewardWorkers:
+            return RewardWorkers(
+                [functions[column]],
+                [names[column]],
+                decode,
+                plain_state,
+                workers=1,
+                timeout=args.reward_timeout,
+                stall_timeout=args.stall_timeout,
+                otherwise="limit the function's time without signals",
+            )
+
         return RewardScorer(
             functions,
-            trainer.reward_func_names,
+            names,
             decode,
             state,
             timeout=args.reward_timeout,
             stall_timeout=args.stall_timeout,
+            own_process=own_process,
         )
     return RewardWorkers(
         functions,
-        trainer.reward_func_names,
+        names,
         decode,
-        # As a plain object: to load a TrainerState, each worker would import transformers and torch.
-        lambda group: SimpleNamespace(**vars(state(group))),
+        plain_state,
         workers=args.reward_workers,
         timeout=args.reward_timeout,
         on_timeout=args.reward_on_timeout,

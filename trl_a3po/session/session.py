@@ -13,7 +13,6 @@ from trl_a3po.publish.adapter_or_merged import published_spec
 from trl_a3po.publish.delivery import NUM_PROBES, DeliveryCheck, ProbeTokens, TrainedPolicy
 from trl_a3po.report.progress import progress_line
 from trl_a3po.report.run_timeline import begin_timeline
-from trl_a3po.rewards.worker_pool import RewardWorkers
 from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.session.build_engine import build_engine, engine_dtype
 from trl_a3po.session.build_queue import build_queue
@@ -64,8 +63,7 @@ class Session:
         try:
             self._start_engine(trainer, version)
             self.published_version = self.publishes_counted_from = version
-            if isinstance(self._scorer, RewardWorkers):
-                self._scorer.start()
+            self._scorer.start()
             if resumed is not None:
                 self.queue.restore(resumed.queue, version)
                 self.publishes_counted_from = resumed.publishes_counted_from
@@ -126,8 +124,7 @@ class Session:
     def reward_worker_failures(self) -> dict[str, int]:
         """How many groups so far had their reward worker killed at `reward_timeout` ("timeouts"), and how many had
         their worker die ("crashes")."""
-        workers = self._scorer if isinstance(self._scorer, RewardWorkers) else None
-        return {"timeouts": workers.timeouts if workers else 0, "crashes": workers.crashes if workers else 0}
+        return {"timeouts": self._scorer.timeouts, "crashes": self._scorer.crashes}
 
     def measured_gaps(self) -> list[float]:
         """The mean |Δ log-prob| between engine and trainer that each delivery check since the last call has found."""
