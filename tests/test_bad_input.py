@@ -105,6 +105,25 @@ BUILT = {
     "no prompt column to evaluate": (
         None, {"eval_dataset": {"long": tiny_prompts(), "odd": Dataset.from_dict({"q": ["w1"]})}}, ValueError,
         "eval_dataset['odd'] has the columns q, but no 'prompt'"),
+    "empty prompt": (
+        None, {"train_dataset": prompts("w1", "", "w2", "w3")}, ValueError,
+        "Row 1 of train_dataset: "
+        "A prompt has no tokens, so nothing can be sampled from it: correct or remove the row "
+        "{'prompt': ''}"),
+    "missing prompt": (
+        None, {"train_dataset": prompts("w1", None, "w2", "w3")}, ValueError,
+        "Row 1 of train_dataset: "
+        "The prompt None is neither text nor a list of messages with 'role' and 'content': correct or remove the row "
+        "{'prompt': None}"),
+    "prompt beyond the context": (
+        None, {"train_dataset": prompts("w1", "w7 " * 121, "w2", "w3")}, ValueError,
+        "Row 1 of train_dataset: "
+        "A prompt of 121 tokens and max_completion_length=8 do not fit into the model's context of 128 tokens: "
+        "shorten or remove the row {'prompt': 'w7 w7"),
+    "prompt beyond the engine's longest": (
+        None, {"train_dataset": prompts("w1", "w7 w8 w9", "w2"), "engine_max_prompt_tokens": 2}, ValueError,
+        "Row 1 of train_dataset: "
+        "A prompt has 3 tokens, more than engine_max_prompt_tokens=2: raise it, or shorten or remove the row"),
     "images column": (
         None, {"train_dataset": tiny_prompts().add_column("images", [None] * 32)}, ValueError,
         "train_dataset has images, which are not supported yet: remove the column."),
@@ -249,21 +268,6 @@ def assert_one_message(error):
 # name: (settings, error, its words)
 RUN = {
     # data
-    "empty prompt": (
-        {"train_dataset": prompts("w1", "", "w2", "w3")}, ValueError,
-        "A prompt has no tokens, so nothing can be sampled from it: correct or remove the row "
-        "{'prompt': '', 'target': 1}"),
-    "missing prompt": (
-        {"train_dataset": prompts("w1", None, "w2", "w3")}, ValueError,
-        "The prompt None is neither text nor a list of messages with 'role' and 'content': correct or remove the row "
-        "{'prompt': None, 'target': 1}"),
-    "prompt beyond the context": (
-        {"train_dataset": prompts("w1", "w7 " * 121, "w2", "w3")}, ValueError,
-        "A prompt of 121 tokens and max_completion_length=8 do not fit into the model's context of 128 tokens: "
-        "shorten or remove the row {'prompt': 'w7 w7"),
-    "prompt beyond the engine's longest": (
-        {"train_dataset": prompts("w1", "w7 w8 w9", "w2"), "engine_max_prompt_tokens": 2}, ValueError,
-        "A prompt has 3 tokens, more than engine_max_prompt_tokens=2: raise it, or shorten or remove the row"),
     "a message with an image": (
         {"train_dataset": stream({"prompt": IMAGE}, {"prompt": IMAGE}), "processing_class": chat_tokenizer()},
         ValueError,
@@ -372,7 +376,7 @@ def test_tools_given_by_place_are_refused_too(model_path, tmp_path):
 
 
 def test_a_prompt_that_cannot_be_evaluated_is_named(model_path, tmp_path):
-    evaluation = prompts("w1", "w7 " * 125)
+    evaluation = prompts("w1", "w7 " * 125).with_transform(lambda batch: batch)  # read only when it is evaluated
     trainer = build(
         model_path,
         tmp_path,

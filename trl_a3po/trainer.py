@@ -69,6 +69,7 @@ from trl_a3po.session.build_scorer import reward_functions
 from trl_a3po.session.checkpoint_hooks import CheckpointHooks
 from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.current_batch import CurrentBatch
+from trl_a3po.session.prompt_rows import check_all_rows
 from trl_a3po.session.resuming import RunState, begin_run, load_run
 from trl_a3po.session.sampling import sampling_settings
 from trl_a3po.session.temporarily import temporarily
@@ -154,6 +155,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self._resumed: RunState | None = None
         self._current_batch = CurrentBatch()
         self._loss_inputs: dict[str, Any] | None = None  # of the loss that is being computed
+        check_all_rows(self)
 
     # --- a run's beginning and end ------------------------------------------------------------------------------
 

@@ -54,3 +54,14 @@ def test_peeked_prompts_stay_and_a_short_source_gives_what_it_has():
     assert [prompt.index for prompt in stream.peek(2)] == [0, 1] and stream.cursor == 0
     assert [prompt.index for prompt in stream.peek(5)] == [0, 1, 2]
     assert [stream.pop().index for _ in range(3)] == [0, 1, 2] and stream.peek(1) == []
+
+
+def test_a_row_that_is_left_out_leaves_a_gap_in_the_numbers_and_the_cursor():
+    stream = make_prompts(5, tokenize=lambda row: None if row["number"] in (0, 2) else [1])
+    stream.fill(9)
+    assert [(stream.pop().index, stream.cursor) for _ in range(3)] == [(1, 2), (3, 4), (4, 5)]
+
+
+def test_a_stream_whose_rows_are_all_left_out_says_so():
+    with pytest.raises(ValueError, match="1000 rows in a row have prompts that do not fit"):
+        make_prompts(tokenize=lambda row: None).fill(1)

@@ -1,15 +1,20 @@
 """Checks of the data: of datasets when the trainer is built, of each prompt when it is tokenised.
 
-Guarantees: an error about a row shows that row; nothing is changed.
+Guarantees: an error about a row shows that row, and its number where the dataset has numbers; what counts is what the
+rows hold, not what the dataset says of its columns; nothing is changed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from trl.data_utils import is_conversational
 
 from trl_a3po.config import A3POConfig
+
+
+class OverlongPrompt(ValueError):
+    """A prompt that does not fit the model or the engine."""
 
 
 def check_dataset(args: A3POConfig, dataset: Dataset | IterableDataset, tokenizer: Any) -> None:
@@ -40,6 +45,8 @@ def check_columns(name: str, dataset: Any) -> None:
             check_columns(f"{name}[{key!r}]", part)
         return
     columns = None if dataset is None else dataset.column_names
+    if isinstance(dataset, Dataset) and len(dataset):  # `with_transform` makes columns that `column_names` lacks
+        columns = list(dataset[0])
     if columns is not None and "prompt" not in columns:
         raise ValueError(
             f"{name} has the columns {', '.join(sorted(columns))}, but no 'prompt': rename the column that holds the "
@@ -47,6 +54,32 @@ def check_columns(name: str, dataset: Any) -> None:
         )
     if columns is not None and {"image", "images"} & set(columns):
         raise ValueError(f"{name} has images, which are not supported yet: remove the column.")
+
+
+def check_rows(name: str, dataset: Any, tokenizer: Any, token_ids: Callable[[dict[str, Any]], object]) -> None:
+    """Raise `ValueError` for a row of a dataset with numbered rows that cannot be a prompt or does not fit.
+
+    A run would meet such a row hours later. Rows that a function makes when they are read are left for then: reading
+    them may take long, or give other rows each time.
+
+    Args:
+        name: name of the trainer's argument.
+        dataset: the dataset, or datasets by name.
+        tokenizer: the tokenizer.
+        token_ids: tokenises the prompt of a row, and raises `ValueError` if it does not fit.
+    """
+    if isinstance(dataset, dict):
+        for key, part in dataset.items():
+            check_rows(f"{name}[{key!r}]", part, tokenizer, token_ids)
+        return
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or not len(dataset):
+        return
+    for number, row in enumerate(dataset.select_columns("prompt")):
+        try:
+            check_prompt(row, tokenizer)
+            token_ids(row)
+        except ValueError as error:
+            raise ValueError(f"Row {number} of {name}: {error}") from None
 
 
 def check_prompt(row: dict[str, Any], tokenizer: Any) -> None:
@@ -85,13 +118,13 @@ def check_prompt_ids(token_ids: Sequence[int], row: dict[str, Any], args: A3POCo
         )
     context, longest = getattr(config, "max_position_embeddings", None), args.engine_max_prompt_tokens
     if context is not None and len(token_ids) + args.max_completion_length > context:
-        raise ValueError(
+        raise OverlongPrompt(
             f"A prompt of {len(token_ids)} tokens and max_completion_length={args.max_completion_length} do not fit "
             f"into the model's context of {context} tokens: shorten or remove the row {_short(row)}, or lower "
             "max_completion_length."
         )
     if longest is not None and len(token_ids) > longest:
-        raise ValueError(
+        raise OverlongPrompt(
             f"A prompt has {len(token_ids)} tokens, more than engine_max_prompt_tokens={longest}: raise it, or "
             f"shorten or remove the row {_short(row)}."
         )

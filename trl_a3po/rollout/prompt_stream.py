@@ -1,7 +1,7 @@
 """The prompt stream: dataset rows in, tokenised prompts out, with a cursor.
 
 Guarantees: only the thread that calls `fill` reads and tokenises rows (the main thread: datasets and tokenizers are
-not thread-safe); prompts come out in the order of the rows, each once, numbered without gaps.
+not thread-safe); prompts come out in the order of the rows, each once, with the number of their row.
 """
 
 import itertools
@@ -11,18 +11,23 @@ from typing import Any
 
 from trl_a3po.protocol.records import Prompt
 
+LEFT_OUT_IN_A_ROW = 1000  # with none that fits among so many rows, the settings are wrong and not the rows
+
 
 class PromptStream:
     """Tokenises ahead and hands out prompts one by one.
 
     Args:
         source: dataset rows in training order, over all epochs.
-        tokenize: row -> token ids of its prompt.
+        tokenize: row -> token ids of its prompt, or `None` to leave the row out.
         first_row: number of the first row of `source`; earlier rows are not needed any more.
     """
 
     def __init__(
-        self, source: Iterator[dict[str, Any]], tokenize: Callable[[dict[str, Any]], list[int]], first_row: int = 0
+        self,
+        source: Iterator[dict[str, Any]],
+        tokenize: Callable[[dict[str, Any]], list[int] | None],
+        first_row: int = 0,
     ):
         self._source = source
         self._tokenize = tokenize
@@ -31,6 +36,7 @@ class PromptStream:
         self._tokenised = first_row
         self.cursor = first_row
         self.source_ended = False
+        self._left_out = 0  # rows since the last one that was not left out
 
     @property
     def buffered(self) -> int:
@@ -47,7 +53,7 @@ class PromptStream:
         tokens given there; a row with `None` is tokenised. Main thread only, before any other read.
 
         Raises:
-            ValueError: the source ends before `cursor`.
+            ValueError: the source ends before `cursor`, or a prompt that was begun is now left out.
         """
         found = {}
         while self.cursor < cursor:
@@ -59,7 +65,14 @@ class PromptStream:
                 )
             if self.cursor in prompts:
                 saved = prompts[self.cursor]
-                found[self.cursor] = Prompt(self.cursor, row, self._tokenize(row) if saved is None else list(saved))
+                token_ids = self._tokenize(row) if saved is None else list(saved)
+                if token_ids is None:
+                    raise ValueError(
+                        f"Row {self.cursor} of the prompt stream had been begun when the checkpoint was saved, and "
+                        "does not fit any more: resume with the chat template and the max_completion_length of that "
+                        "run."
+                    )
+                found[self.cursor] = Prompt(self.cursor, row, token_ids)
             self.cursor += 1
         self._tokenised = self.cursor
         return found
@@ -68,7 +81,8 @@ class PromptStream:
         """Tokenise until `count` prompts are buffered or the source ends. Main thread only.
 
         Raises:
-            ValueError: a row's prompt has no tokens. The next call raises for the same row.
+            ValueError: a row's prompt has no tokens, or `LEFT_OUT_IN_A_ROW` rows in a row are left out. The next call
+                raises for the same row.
         """
         while len(self._buffer) < count and not self.source_ended:
             if self._row is None:
@@ -78,6 +92,10 @@ class PromptStream:
                     self.source_ended = True
                     return
             token_ids = self._tokenize(self._row)
+            if token_ids is None:
+                self._leave_out_row()
+                continue
+            self._left_out = 0
             if not token_ids:
                 raise ValueError(
                     f"Row {self._tokenised} of the prompt stream has an empty prompt after tokenisation, and nothing "
@@ -86,6 +104,16 @@ class PromptStream:
             self._buffer.append(Prompt(self._tokenised, self._row, token_ids))
             self._tokenised += 1
             self._row = None
+
+    def _leave_out_row(self) -> None:
+        self._left_out += 1
+        if self._left_out >= LEFT_OUT_IN_A_ROW:
+            raise ValueError(
+                f"{self._left_out} rows in a row have prompts that do not fit, up to row {self._tokenised} of the "
+                "prompt stream: shorten the prompts, or lower max_completion_length."
+            )
+        self._tokenised += 1
+        self._row = None
 
     def peek(self, count: int) -> list[Prompt]:
         """The next `count` prompts, or as many as are left. They stay in the stream. Main thread only.
@@ -103,5 +131,5 @@ class PromptStream:
             IndexError: no prompt is buffered.
         """
         prompt = self._buffer.popleft()
-        self.cursor += 1
+        self.cursor = prompt.index + 1
         return prompt

@@ -1,20 +1,23 @@
 """The prompts of a run: rows of the trainer's dataset, tokenised as TRL tokenises them.
 
 Guarantees: with the same seed, rows come in the order of GRPOTrainer, also in a run that is resumed; no row is read
-before it is requested.
+before it is requested; a row that does not fit does not end a run (`tokenize_or_leave_out`).
 """
 
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from datasets import IterableDataset
 from trl.trainer.utils import RepeatSampler
 
-from trl_a3po.checks.data import check_prompt, check_prompt_ids
+from trl_a3po.checks.data import OverlongPrompt, check_prompt, check_prompt_ids, check_rows
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
+
+logger = logging.getLogger(__name__)
 
 
 def prompt_rows(trainer: "A3POTrainer", first_row: int = 0) -> Iterator[dict[str, Any]]:
@@ -50,6 +53,45 @@ def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> list[int]:
     token_ids = list(prompt_ids[0])
     check_prompt_ids(token_ids, row, trainer.args, trainer.model.config.get_text_config())
     return token_ids
+
+
+def tokenize_or_leave_out(trainer: "A3POTrainer", row: dict[str, Any]) -> list[int] | None:
+    """As `tokenize_prompt`, with `None` and a warning for a prompt that does not fit. Such a row has escaped
+    `check_all_rows`, because it belongs to a stream or is made when it is read."""
+    try:
+        return tokenize_prompt(trainer, row)
+    except OverlongPrompt as error:
+        logger.warning("A row of train_dataset is left out. %s", error)
+        return None
+
+
+def check_all_rows(trainer: "A3POTrainer") -> None:
+    """Raise `ValueError` for a row of the trainer's datasets that cannot be sampled from (see `check_rows`).
+
+    Only a prompt that may be too long is tokenised: one with at least as many bytes as tokens would fit beside the
+    tokens that the chat template adds, of which the first row has at least as many.
+    """
+    args, tokenizer = trainer.args, trainer.processing_class
+    context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
+    limits = [] if context is None else [context - args.max_completion_length]
+    limits += [] if args.engine_max_prompt_tokens is None else [args.engine_max_prompt_tokens]
+    added: list[int] = []
+
+    def token_ids(row: dict[str, Any]) -> None:
+        size = _text_bytes(row["prompt"])
+        if added and size and (not limits or size + added[0] <= min(limits)):
+            return
+        tokens = tokenize_prompt(trainer, row)
+        added[:] = added or [len(tokens)]
+
+    check_rows("train_dataset", trainer.train_dataset, tokenizer, token_ids)
+    check_rows("eval_dataset", trainer.eval_dataset, tokenizer, token_ids)
+
+
+def _text_bytes(prompt: str | list[dict[str, Any]]) -> int:
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return sum(len(repr(message).encode()) for message in prompt)
 
 
 def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from trl_a3po.session.build_scorer import PublishedStates, build_scorer
 from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.cores import SharedCores
 from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evaluation_prompts
-from trl_a3po.session.prompt_rows import prompt_rows, tokenize_prompt
+from trl_a3po.session.prompt_rows import prompt_rows, tokenize_or_leave_out
 from trl_a3po.session.resuming import RunState, new_run
 from trl_a3po.session.sampling import check_unchanged, sampling_settings
 
@@ -54,7 +54,9 @@ class Session:
         self.run = new_run() if resumed is None else resumed.run
         self.timeline = begin_timeline(args, self.run, version, resumed=resumed is not None)
         first_row = 0 if resumed is None else resumed.queue.first_row
-        prompts = PromptStream(prompt_rows(trainer, first_row), lambda row: tokenize_prompt(trainer, row), first_row)
+        prompts = PromptStream(
+            prompt_rows(trainer, first_row), lambda row: tokenize_or_leave_out(trainer, row), first_row
+        )
         self.engine = build_engine(args, trainer.accelerator.device)
         self.queue = build_queue(
             trainer, self.engine, prompts, self._scorer, self.timeline, lambda: self._while_waiting(trainer)

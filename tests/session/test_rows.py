@@ -1,0 +1,61 @@
+"""What counts of a dataset is what its rows hold; a row that does not fit does not end a run hours later."""
+
+import pytest
+from datasets import Dataset, IterableDataset
+
+from tests.runs import TakeRecorder, build
+from tests.tiny import tiny_prompts
+from trl_a3po.session import prompt_rows
+
+LONG = "w5 " * 125  # in a context of 128 tokens, beside 8 of the completion
+
+
+def rows_with_a_long_one(number):
+    rows = tiny_prompts().to_list()
+    rows[number]["prompt"] = LONG
+    return rows
+
+
+def test_a_column_that_a_transform_makes_is_a_prompt(model_path, tmp_path):
+    raw = tiny_prompts().rename_column("prompt", "question")
+    lazy = raw.with_transform(lambda batch: {"prompt": batch["question"], "target": batch["target"]})
+    trainer = build(model_path, tmp_path, train_dataset=lazy, max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_column_that_a_transform_leaves_out_is_missed_at_construction(model_path, tmp_path):
+    lazy = tiny_prompts().with_transform(lambda batch: {"question": batch["prompt"]})
+    with pytest.raises(ValueError, match="train_dataset has the columns question, but no 'prompt'"):
+        build(model_path, tmp_path, train_dataset=lazy)
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_a_row_that_does_not_fit_is_numbered_at_construction(model_path, tmp_path, name):
+    data = Dataset.from_list(rows_with_a_long_one(17))
+    with pytest.raises(ValueError, match=rf"Row 17 of {name}: A prompt of 125 tokens"):
+        build(model_path, tmp_path, **{name: data})
+
+
+def test_only_rows_that_may_be_too_long_are_tokenised_at_construction(model_path, tmp_path, monkeypatch):
+    tokenised, tokenize = [], prompt_rows.tokenize_prompt
+    monkeypatch.setattr(
+        prompt_rows, "tokenize_prompt", lambda trainer, row: tokenised.append(row) or tokenize(trainer, row)
+    )
+    build(model_path, tmp_path)
+    assert len(tokenised) == 1
+
+
+@pytest.mark.parametrize("kind", ["stream", "transform"])
+def test_a_row_that_is_made_when_it_is_read_and_does_not_fit_is_left_out(model_path, tmp_path, caplog, kind):
+    rows = rows_with_a_long_one(5)
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    data = stream if kind == "stream" else Dataset.from_list(rows).with_transform(lambda batch: batch)
+    settings = {"train_dataset": data, "shuffle_dataset": False, "save_strategy": "steps", "save_steps": 1}
+    trainer = build(model_path, tmp_path, TakeRecorder, **settings)
+    trainer.train()
+    assert [group.prompt.index for _, group in trainer.groups] == [0, 1, 2, 3, 4, 6, 7, 8]
+    assert "A row of train_dataset is left out. A prompt of 125 tokens" in caplog.text
+    resumed = build(model_path, tmp_path, TakeRecorder, **settings)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
+    assert [group.prompt.index for _, group in resumed.groups] == [2, 3, 4, 6, 7, 8]
