@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 from trl_a3po.workers.channel import Channel
+from trl_a3po.workers.standard_files import above_standard_files
 
 _TAIL_BYTES = 8192
 
@@ -57,8 +58,9 @@ class WorkerProcess:
         shows_output: bool = False,
     ) -> None:
         self.shows_output = shows_output
-        ours, theirs = socket.socketpair()
-        self.output_fd, output = os.pipe()
+        with above_standard_files():
+            ours, theirs = socket.socketpair()
+            self.output_fd, output = os.pipe()
         try:
             self._process = subprocess.Popen(
                 [
@@ -102,8 +104,7 @@ class WorkerProcess:
                 return False
             self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
             if self.shows_output:
-                sys.stdout.write(chunk.decode(errors="replace"))
-                sys.stdout.flush()
+                print(chunk.decode(errors="replace"), end="", flush=True)  # prints nothing if stdout is closed
 
     @property
     def output_tail(self) -> str:

@@ -22,6 +22,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from trl_a3po.protocol.weights import WeightUpdate
+from trl_a3po.workers.standard_files import above_standard_files
 
 logger = logging.getLogger(__name__)
 
@@ -144,11 +145,12 @@ def _views(buffer: torch.Tensor, places: tuple[Place, ...]) -> dict[str, torch.T
 
 
 def _anonymous_file(size: int) -> int:
-    if sys.platform == "linux":
-        fd = os.memfd_create("trl_a3po_weights")
-    else:  # elsewhere the nearest thing is an open file without a name
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
+    with above_standard_files():  # the engine's worker inherits it
+        if sys.platform == "linux":
+            fd = os.memfd_create("trl_a3po_weights")
+        else:  # elsewhere the nearest thing is an open file without a name
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
     os.truncate(fd, size)
     return fd
 
