@@ -21,11 +21,12 @@ if TYPE_CHECKING:  # a test imports this module without MkDocs
 ROOT = Path(__file__).parents[1]
 PAGES_FROM = {  # page of the site -> file of the repository
     "index.md": "README.md",
+    "pages.md": "docs/README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
     "notebooks/index.md": "notebooks/README.md",
 } | {f"notebooks/{path.stem}.md": f"notebooks/{path.name}" for path in sorted(ROOT.glob("notebooks/*.ipynb"))}
-PAGE_OF = {file: page for page, file in PAGES_FROM.items()} | {"docs/README.md": "index.md"}
+PAGE_OF = {file: page for page, file in PAGES_FROM.items()}
 LINK = re.compile(r"(?<!!)(\[[^\]\[]*(?:\[[^\]]*\][^\]\[]*)*\])\(([^)\s]+)\)")
 PICTURE = re.compile(r'<picture>.*?<img [^>]*src="docs/(\S+)_light\.svg"[^>]*alt="([^"]*)"[^>]*>.*?</picture>', re.S)
 OBJECTIVES_PAGE = ROOT / "docs" / "objectives.md"

@@ -1,9 +1,11 @@
 """Each setting that `A3POConfig` adds can change a run: for two of its values, something that a run is made of
 differs.
 
-A setting that changes nothing, or has no entry here, fails.
+A setting that changes nothing, or has no entry here, fails. The settings of an objective need no entry: their range
+gives the values, and the record of the objective the settings that go with them.
 """
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +16,12 @@ from transformers import AutoModelForCausalLM
 from tests.runs import build
 from tests.tiny import tiny_config
 from trl_a3po import A3POConfig
+from trl_a3po.config.annotations import annotations
 from trl_a3po.config.documentation import setting_rows
+from trl_a3po.objectives.table import OBJECTIVES, SETTINGS_OF
 from trl_a3po.publish.adapter_or_merged import publishes_merged
 from trl_a3po.session import build_engine, build_queue, build_scorer
 
-ASYMPO = {"objective": "asympo", "loss_type": "grpo", "scale_rewards": "none"}
-MASKED = {"objective": "masked_is", "proximal_method": "reuse"}
 VLLM = {"engine": "vllm"}
 WORKERS = {"reward_workers": 1, "reward_timeout": 5.0}
 CASES = {  # setting -> (two values, the settings that go with them)
@@ -32,12 +34,6 @@ CASES = {  # setting -> (two values, the settings that go with them)
     "fresh_proximal": ("behavior", "policy", {}),
     "behavior_weight_cap": (5.0, 1.05, {}),
     "behavior_weight_mode": ("truncate", "mask", {"behavior_weight_cap": 1.05}),
-    "asympo_min_scale": (1e-3, 10.0, ASYMPO),
-    "spo_negative_scale": (0.2, 1.0, {**ASYMPO, "objective": "spo"}),
-    "masked_is_lower": (0.5, 0.99, MASKED),
-    "masked_is_upper": (5.0, 1.01, MASKED),
-    "aipo_cap": (4.0, 1.01, {"objective": "aipo"}),
-    "m2po_threshold": (0.04, 1e-6, {"objective": "m2po"}),
     "engine": ("transformers", "vllm", {}),
     "engine_device": (None, ["cpu", "cpu"], {}),
     "engine_dtype": (None, "bfloat16", {}),
@@ -66,6 +62,12 @@ IN_A_RUN = {  # as above, of settings that show only in a run
     "dry_run": (False, True, {}),
     "packed_forward": ("auto", "off", {}),
     "shared_prompt": ("auto", "off", {}),
+}
+OF_AN_OBJECTIVE = {  # setting -> the objective it belongs to
+    setting: objective
+    for objective in OBJECTIVES.values()
+    for setting in objective.arguments
+    if setting in SETTINGS_OF[objective.name] and setting not in CASES
 }
 
 
@@ -149,6 +151,26 @@ def test_a_setting_changes_what_a_run_is_built_from(setting, monkeypatch, lora_p
     assert observed(one) != observed(other)
 
 
+def other_values(setting: str) -> list:
+    """Values of a setting of an objective: some near the bounds of its range, or its other choices."""
+    (annotation,) = [annotation for annotation in annotations() if annotation.name == setting]
+    default = A3POConfig.__dataclass_fields__[setting].default
+    if annotation.range is None:
+        return [value for value in (annotation.choices or (False, True)) if value != default]
+    bounds = annotation.range
+    numbers = (bounds.least, bounds.above + 1e-6, bounds.above + 0.01, bounds.most, bounds.below - 0.01, 10.0)
+    return [number for number in map(annotation.type, filter(math.isfinite, numbers)) if number in bounds]
+
+
+@pytest.mark.parametrize("setting", OF_AN_OBJECTIVE)
+def test_a_setting_of_an_objective_changes_its_anchor_or_weight(setting):
+    objective = OF_AN_OBJECTIVE[setting]
+    needs = {need.setting: need.values[0] for need in objective.needs}
+    as_default = config(objective=objective.name, **needs)
+    others = [config(objective=objective.name, **needs, **{setting: value}) for value in other_values(setting)]
+    assert any(anchor_and_weight(args) != anchor_and_weight(as_default) for args in others)
+
+
 @pytest.mark.parametrize("setting", IN_A_RUN)
 def test_a_setting_changes_a_run(setting, model_path, tmp_path):
     def observed(value) -> tuple:
@@ -162,5 +184,5 @@ def test_a_setting_changes_a_run(setting, model_path, tmp_path):
 
 
 def test_every_setting_has_an_entry():
-    assert {*CASES, *IN_A_RUN} == {row.name for row in setting_rows()}
+    assert {*CASES, *IN_A_RUN, *OF_AN_OBJECTIVE} == {row.name for row in setting_rows()}
     assert not CASES.keys() & IN_A_RUN.keys()

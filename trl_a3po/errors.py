@@ -1,6 +1,8 @@
-"""The errors that a run can raise once it is under way. Each message says what happened, to what, and what to do.
+"""The errors of the engine, rewards, queue, checkpoints and processes of a run. Each message says what happened, to
+what, and what to do.
 
-Settings, data and arguments that cannot be used raise `ValueError` or `TypeError` before generation starts.
+Settings, data and arguments that cannot be used raise `ValueError` or `TypeError`: before generation starts, where
+this can be known by then.
 """
 
 
@@ -15,9 +17,10 @@ class A3POError(RuntimeError):
 class EngineError(A3POError):
     """The engine cannot sample any more, or has returned something that is not a valid group.
 
-    Raised when the engine cannot start, when its worker or its servers have died more often than the settings allow,
-    or when it has not answered in time. The message includes the last output of the worker: look for the cause there.
-    A run that is resumed from a checkpoint samples the prompts again that were in the engine.
+    Raised when the engine cannot start, when its worker has died more often than `engine_restarts` allows, when no
+    vLLM server could sample for `vllm_outage_timeout` seconds, or when the engine has not answered in time. The
+    message includes the last output of the worker: look for the cause there. A run that is resumed from a checkpoint
+    samples the prompts again that were in the engine.
     """
 
 
@@ -31,12 +34,13 @@ class DeliveryError(EngineError):
 
 
 class RewardError(A3POError):
-    """A reward function or `on_group` raised, or returned something that cannot be used.
+    """A reward function or `on_group` raised or returned something that cannot be used, or a batch has no reward.
 
     Raised when a reward function raises, returns something else than one finite number or `None` per completion, or
-    cannot be run in a reward worker; and when `on_group` raises or returns a group that cannot be trained on. The
-    function's own exception is the cause of this one. Correct the function, then resume from the last checkpoint,
-    which also holds the groups that had been sampled and not yet trained on.
+    cannot be run in a reward worker; when `on_group` raises or returns a group that cannot be trained on; and when no
+    completion of a batch received a reward. The exception of the function, if there is one, is the cause. Correct the
+    function, then resume from the last checkpoint, which also holds the groups that had been sampled and not yet
+    trained on.
     """
 
 

@@ -1,10 +1,13 @@
 """An objective is added by a file of its own and one row: done here to a copy of the package."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import trl_a3po
 
@@ -26,7 +29,8 @@ from trl_a3po.protocol.ranges import Range
 def mine_anchor(policy_logps, behavior_logps, staleness, advantages, mask, *, power):
     mask, lt, lb, d = checked_inputs(policy_logps, behavior_logps, staleness, advantages, mask)
     weight = torch.exp(power * (lt - lb))
-    stats = DecoupledStats.unclipped(torch.exp(lt - lb), torch.zeros_like(mask), mask, d)
+    rho = torch.exp(lt - lb)
+    stats = DecoupledStats.unclipped(rho, mask, d, weight=weight, capped=torch.zeros_like(mask))
     return anchor_outside(mask, lt, policy_logps), weight, stats
 
 
@@ -91,11 +95,34 @@ json.dump({
 """
 
 
-def test_a_file_and_a_row_add_an_objective(tmp_path):
-    package = Path(trl_a3po.__file__).parent
-    for folder in (package, package.parent / "tests"):
-        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
-    table = tmp_path / "trl_a3po" / "objectives" / "table.py"
+TESTS = (  # those that look at every objective or setting; the whole of CONTRIBUTING's command takes minutes
+    "tests/test_settings_matter.py::test_every_setting_has_an_entry",
+    "tests/test_settings_matter.py::test_a_setting_of_an_objective_changes_its_anchor_or_weight[mine_power]",
+    "tests/test_docs.py::test_the_tables_of_objectives_are_what_the_records_say",
+    "tests/test_docs.py::test_the_page_on_objectives_has_a_row_for_every_objective",
+    "tests/test_docs.py::test_every_public_name_is_on_a_page_of_the_api",
+)
+TIMEOUT = 300
+
+
+def done_in(folder: Path, *command: str) -> None:
+    """Runs Python on the copy of the package in `folder`."""
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=TIMEOUT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """The repository with one more objective."""
+    copy, root = tmp_path_factory.mktemp("copy"), Path(trl_a3po.__file__).parents[1]
+    for name in ("trl_a3po", "tests", "docs"):
+        shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
+        shutil.copy(root / name, copy / name)
+    table = copy / "trl_a3po" / "objectives" / "table.py"
     row = "    M2POSettings,\n"
     source = table.read_text()
     assert source.count(row) == 1
@@ -104,10 +131,12 @@ def test_a_file_and_a_row_add_an_objective(tmp_path):
         source.replace("\n\n\n@dataclass", "\nfrom trl_a3po.objectives.mine import MineSettings\n\n\n@dataclass", 1)
     )
     (table.parent / "mine.py").write_text(MINE)
+    return copy
 
-    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
+
+def test_a_file_and_a_row_add_an_objective(copy):
+    done_in(copy, "-c", RUN)
+    result = json.loads((copy / "result.json").read_text())
     assert "objective:               mine, to the power of 0.25, loss_type grpo" in result["plan"]
     assert "mine_power=2.0 must be a finite number from 0 to 1" in result["out of range"]
     assert "mine_power=0.25 is not used by objective='decoupled'" in result["of another"]
@@ -117,3 +146,8 @@ def test_a_file_and_a_row_add_an_objective(tmp_path):
     ]
     assert result["help"]
     assert len(result["logged"]) == 2
+
+
+def test_the_tests_hold_an_objective_that_was_added(copy):
+    done_in(copy, "docs/hooks.py")
+    done_in(copy, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *TESTS)

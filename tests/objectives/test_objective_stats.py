@@ -9,7 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_a3po.objectives import asympo_anchor, asympo_loss, decoupled_anchor, decoupled_loss, spo_anchor
+from trl_a3po.objectives import (
+    DecoupledStats,
+    asympo_anchor,
+    asympo_loss,
+    decoupled_anchor,
+    decoupled_loss,
+    spo_anchor,
+)
 
 ANCHORS = [decoupled_anchor, asympo_anchor, spo_anchor]
 
@@ -170,3 +177,15 @@ def test_statistics_hold_no_graph_and_no_per_token_tensor(make_batch):
 def test_metrics_are_plain_floats(make_batch):
     metrics = stats_of(decoupled_anchor, make_batch()).metrics()
     assert {type(value) for value in metrics.values()} == {float}
+
+
+def test_a_quantity_that_is_not_logged_raises():
+    with pytest.raises(ValueError, match="DecoupledStats does not log W: the quantities that it logs are capped"):
+        DecoupledStats.of({"W": torch.ones(1, 2)}, torch.ones(1, 2, dtype=torch.bool))
+
+
+def test_a_weight_that_is_not_the_behavior_ratio_is_logged_as_it_is():
+    rho, mask = torch.full((1, 2), 2.0), torch.ones(1, 2, dtype=torch.bool)
+    stats = DecoupledStats.unclipped(rho, mask, torch.zeros_like(rho).long(), weight=rho**0.5, capped=~mask)
+    metrics = stats.metrics()
+    assert metrics["a3po/w/mean"] == pytest.approx(2**0.5) and metrics["a3po/rho/mean"] == 2.0

@@ -52,7 +52,7 @@ def aipo_anchor(
     return (
         anchor_outside(mask, lt, policy_logps),
         rho.clamp(max=cap),
-        DecoupledStats.unclipped(rho, rho > cap, mask, d),
+        DecoupledStats.unclipped(rho, mask, d, weight=rho, capped=rho > cap),
     )
 
 

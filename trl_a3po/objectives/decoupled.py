@@ -16,8 +16,8 @@ from trl_a3po.objectives.inputs import (
     blank,
     check_option,
     check_shapes,
+    checked_inputs,
     recomputed_inside,
-    staleness_inside,
     upcast,
 )
 from trl_a3po.objectives.objective import Need, Objective, SettingsOfObjective
@@ -122,11 +122,7 @@ def decoupled_anchor(
     """
     check_option("proximal_method", proximal_method, (*PROXIMAL_METHODS, "recompute"))
     check_cap(weight_cap, weight_mode)
-    check_shapes(mask, advantages, policy_logps=policy_logps, behavior_logps=behavior_logps, staleness=staleness)
-    mask = mask.bool()
-    lt, lb = blank(mask, *upcast(policy_logps, behavior_logps))
-    d = staleness_inside(mask, staleness)
-
+    mask, lt, lb, d = checked_inputs(policy_logps, behavior_logps, staleness, advantages, mask)
     if (proximal_method == "recompute") != (recomputed_logps is not None):
         raise ValueError(
             f"recomputed_logps is {'None' if recomputed_logps is None else 'given'} with proximal_method="

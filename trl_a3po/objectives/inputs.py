@@ -9,7 +9,7 @@ import torch
 
 
 def check_option(name: str, value: str, options: tuple[str, ...]) -> None:
-    """Raises `ValueError` when `value` is none of `options`."""
+    """Raises `ValueError` when `value` is not one of `options`."""
     if value not in options:
         raise ValueError(f"{name}={value!r} is unknown: set one of {', '.join(map(repr, options))}.")
 

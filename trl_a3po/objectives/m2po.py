@@ -54,7 +54,7 @@ def m2po_anchor(
     return (
         anchor_outside(mask, lt, policy_logps),
         torch.where(kept, rho, 0),
-        DecoupledStats.unclipped(rho, ~kept, mask, d),
+        DecoupledStats.unclipped(rho, mask, d, weight=rho, capped=~kept),
     )
 
 

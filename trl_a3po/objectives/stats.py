@@ -6,7 +6,7 @@ Guarantees: `a + b` is what one pass over both batches would give; the values pe
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch.nn.functional import pad
@@ -31,10 +31,21 @@ class Tally:
     maxima: torch.Tensor
     by_staleness: bool
 
+    _known: ClassVar[frozenset[str] | None] = None  # the quantities that `_summary` reads; `None`: any
+
     @classmethod
     @torch.no_grad()
     def of(cls, values: dict[str, torch.Tensor], mask: torch.Tensor, staleness: torch.Tensor | None = None) -> Self:
-        """Tally the entries of `values` that the boolean `mask` keeps; all tensors have the mask's shape."""
+        """Tally the entries of `values` that the boolean `mask` keeps; all tensors have the mask's shape.
+
+        Raises:
+            ValueError: a quantity that this class does not log.
+        """
+        if cls._known is not None and (unknown := values.keys() - cls._known):
+            raise ValueError(
+                f"{cls.__name__} does not log {', '.join(sorted(unknown))}: the quantities that it logs are "
+                f"{', '.join(sorted(cls._known))}."
+            )
         # Sums over a long run of tokens need more than fp32, which is all that MPS has.
         dtype = torch.float32 if mask.device.type == "mps" else torch.float64
         table = torch.stack([value.detach().to(dtype) for value in values.values()])
@@ -143,18 +154,36 @@ class DecoupledStats(Tally):
     the behavior policy, whatever the proximal method and the cap, and 0 when every `ρ` vanished. `clip/low` counts
     `r < 1 - ε_low` where `A < 0` and `clip/high` counts `r > 1 + ε_high` where `A > 0`: the tokens whose gradient the
     clip removes.
+
+    `of` takes any of these quantities, each `(B, T)`: `w` (before its bound), `r`, `rho`, `interpolation_weight`, and
+    the booleans `clip_low`, `clip_high` and `capped` (the bound has changed `w`).
     """
 
+    _known: ClassVar[frozenset[str] | None] = frozenset(
+        {"w", "r", "rho", "interpolation_weight", "clip_low", "clip_high", "capped"}
+    )
+
     @classmethod
-    def unclipped(cls, rho: torch.Tensor, capped: torch.Tensor, mask: torch.Tensor, staleness: torch.Tensor) -> Self:
+    def unclipped(
+        cls,
+        rho: torch.Tensor,
+        mask: torch.Tensor,
+        staleness: torch.Tensor,
+        *,
+        weight: torch.Tensor,
+        capped: torch.Tensor,
+    ) -> Self:
         """The statistics of an objective that anchors on the current policy, so that `r = 1` and no token is clipped.
 
         Args:
-            rho: `ρ`, `(B, T)`, which is also the weight before its bound.
-            capped: `(B, T)`, where the weight differs from `ρ`.
+            rho: `ρ`, `(B, T)`.
+            mask: `(B, T)`, true where a token counts.
+            staleness: `(B, T)` integers.
+            weight: the weight before its bound, `(B, T)`.
+            capped: `(B, T)`, true where the bound has changed the weight.
         """
         never = torch.zeros_like(mask)
-        values = {"w": rho, "r": torch.ones_like(rho), "rho": rho, "clip_low": never, "clip_high": never}
+        values = {"w": weight, "r": torch.ones_like(rho), "rho": rho, "clip_low": never, "clip_high": never}
         return cls.of({**values, "capped": capped}, mask, staleness)
 
     def _summary(self, column: int) -> dict[str, float]:
@@ -184,7 +213,15 @@ class ScaleStats(Tally):
     rows of each sign, weighted by `|A|` (`S_P` and `S_N`, arXiv 2606.03070v1, theorem 3); `imbalance` is the mean of
     `A·S`, the value of the loss without any correction: far from 0, the rows of one sign dominate. `floor` is the
     fraction of rows whose scale was below `min_scale`; `coefficient` is `C_g`.
+
+    `of` takes these quantities, each `(B,)`: `scale`, `coefficient`, `positive` and `negative` (`S·max(A, 0)` and
+    `S·max(-A, 0)`), `positive_advantage` and `negative_advantage` (`max(A, 0)` and `max(-A, 0)`), and, where
+    there is a floor, `floor`.
     """
+
+    _known: ClassVar[frozenset[str] | None] = frozenset(
+        {"scale", "coefficient", "positive", "negative", "positive_advantage", "negative_advantage", "floor"}
+    )
 
     def _summary(self, column: int) -> dict[str, float]:
         entries = self._column(column)

@@ -27,8 +27,7 @@ def policy_spec(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Polic
 
     Raises:
         ValueError: the model is quantised, but not to 4 bits by bitsandbytes, or its adapter works on the prompt and
-        not
-            on the weights.
+            not on the weights.
     """
     base = base_model(model)
     for name, parameter in base.named_parameters():

@@ -4,8 +4,7 @@ Guarantees, for any engine of `protocol/engine.py`:
 - at start a perturbed copy of the weights is published, and the engine's log-probs of probe tokens must move as the
   trainer's do; then the true weights are published again, and the log-probs must move back;
 - later, every `every` optimizer steps, the engine must be closer to the version published last than to any version
-checked
-  before, provided that the two versions differ by three times the gap at start;
+  checked before, provided that the two versions differ by three times the gap at start;
 - every answer names its version, which must be the one published last.
 
 `delivery_faults.py` has the decisions and the reasons for their numbers.

@@ -10,9 +10,8 @@ All times are in seconds since 1970; missing numbers are `null`. The kinds of li
   `groups_per_batch`, `num_generations`, `max_staleness` and `schedule`;
 - `group`: an attempt at a prompt ended (see `trl_a3po.rollout.outcomes.AttemptRecord`);
 - `engine_start`, `publish`, `take`, `evaluation`, `step`: from `began` to `ended`, at `version` (for a step, the
-version
-  that it produced). A take lasts as long as the trainer waits; the time of a step outside of the other lines is
-  training;
+  version that it produced). A take lasts as long as the trainer waits; the time of a step outside of the other lines
+  is training;
 - `log`: `logged` holds what was logged, under the names of the Trainer's `log_history`;
 - `checkpoint`: the checkpoint of `version` is being saved; `end`: training stopped.
 """

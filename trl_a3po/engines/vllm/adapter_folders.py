@@ -1,6 +1,6 @@
 """LoRA adapters as vLLM loads them: a folder for each version.
 
-Guarantees: a folder is complete before its name is used; a name stands for one set of weights for ever, also across
+Guarantees: a folder is complete before its name is used; a name stands for one set of weights only, also across
 runs on one server; the folders of the newest `keep` versions stay, because a server may read one again.
 """
 

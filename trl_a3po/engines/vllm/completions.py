@@ -22,7 +22,7 @@ def logprobs_modes(sampling: SamplingSettings) -> tuple[str, ...]:
     """The `--logprobs-mode`s under which the server's log-probs are behavior log-probs, the preferred one first.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no such mode exists for these filters.
     """
     filters = filters_of(sampling)
     if not filters:

@@ -192,7 +192,7 @@ def buckets(
 
 
 def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Run it in a thread that does not keep this process from its end: what waits for NCCL may do so for ever."""
+    """Run it in a thread that does not keep this process from its end: a wait for NCCL may never end."""
     future: Future[Any] = Future()
 
     def run() -> None:
