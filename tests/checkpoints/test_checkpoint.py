@@ -19,10 +19,10 @@ from trl_a3po.checkpoints.choose_checkpoint import newest_valid
 from trl_a3po.checkpoints.queue_codec import decode_state, encode_state
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished
 from trl_a3po.protocol.records import Rejection, Rollout, Score
-from trl_a3po.rollout.core import QueueCore
 from trl_a3po.rollout.outcomes import Outcomes
 from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.rollout.queue import GenerationQueue
+from trl_a3po.rollout.queue_core import QueueCore
 from trl_a3po.rollout.queue_state import OutstandingState, QueueState
 from trl_a3po.rollout.take_plan import TakePlan
 
@@ -144,7 +144,7 @@ class Trace:
             case 3 | 4 if (due := core.next_to_score()) is not None:
                 rejects = self.noise.random() < 0.15
                 self.rejected += rejects
-                core.scored(due[0], Rejection("dull") if rejects else zero_score(due[1]))
+                core.record_score(due[0], Rejection("dull") if rejects else zero_score(due[1]))
             case 5:
                 if self.noise.random() < 0.7 and self.published < self.version:
                     self.published = self.version
@@ -201,7 +201,7 @@ def test_order_is_kept_and_what_was_in_flight_is_sampled_again_at_its_place():
     requests = core.submissions()
     for position in (0, 2):
         core.engine_event(GroupFinished(requests[position].request_id, [make_rollout([0])] * 2))
-    core.scored(core.next_to_score()[0], Score([[1.0], [2.0]]))
+    core.record_score(core.next_to_score()[0], Score([[1.0], [2.0]]))
     core.next_to_score()  # being scored when the state is taken
     again = resumed_core(core.state(), 0)
     assert [item.prompt.index for item in again.order] == list(range(len(core.order)))
@@ -227,7 +227,7 @@ def test_rows_that_are_done_with_are_neither_read_nor_tokenised():
     core.prompts.fill(99)
     for request in core.submissions()[: BATCH + 1]:
         core.engine_event(GroupFinished(request.request_id, [make_rollout([0])] * 2))
-        core.scored(core.next_to_score()[0], Score([[1.0], [2.0]]))
+        core.record_score(core.next_to_score()[0], Score([[1.0], [2.0]]))
     core.try_take(0)
     state, read = core.state(), []
     assert state.first_row == BATCH

@@ -9,8 +9,8 @@ from tests.rollout.queue_fakes import make_prompts, make_rollout, update, zero_s
 from trl_a3po.errors import GenerationFailed, StallError, StampError
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished
 from trl_a3po.protocol.records import Rejection
-from trl_a3po.rollout.core import QueueCore
 from trl_a3po.rollout.queue import GenerationQueue
+from trl_a3po.rollout.queue_core import QueueCore
 from trl_a3po.rollout.take_plan import TakePlan
 from trl_a3po.rollout.wait_reasons import starvation_reason
 from trl_a3po.testing import StubEngine
@@ -81,7 +81,7 @@ class Run:
             return
         (request_id, group), self.scoring = self.scoring, None
         self.scored.append(group.prompt.index)
-        self.core.scored(request_id, zero_score(group))
+        self.core.record_score(request_id, zero_score(group))
 
     def trainer(self):
         version = self.core.plan.version_of_take(self.core.next_take)
@@ -151,7 +151,7 @@ def test_a_rejected_group_raises():
     core = sampled_batch()
     request_id, _ = core.next_to_score()
     with pytest.raises(GenerationFailed, match="schedule='fixed_lag' cannot replace it"):
-        core.scored(request_id, Rejection("too short"))
+        core.record_score(request_id, Rejection("too short"))
 
 
 def test_a_take_whose_version_was_passed_over_raises():
@@ -160,7 +160,7 @@ def test_a_take_whose_version_was_passed_over_raises():
     for request in core.submissions():  # take 1's
         core.engine_event(GroupFinished(request.request_id, [make_rollout([0])] * 2))
     while (due := core.next_to_score()) is not None:
-        core.scored(due[0], zero_score(due[1]))
+        core.record_score(due[0], zero_score(due[1]))
     for _ in range(2):
         assert starvation_reason(core) is None
         core.try_take(core.next_take)

@@ -12,7 +12,7 @@ from tests.rollout.queue_fakes import make_prompts, make_rollout, zero_score
 from trl_a3po.errors import EngineError, GenerationFailed, StallError, StampError
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished
 from trl_a3po.protocol.records import Rejection
-from trl_a3po.rollout.core import QueueCore
+from trl_a3po.rollout.queue_core import QueueCore
 from trl_a3po.rollout.take_plan import TakePlan, starves
 
 
@@ -35,7 +35,7 @@ def finish(core, request_id, versions=(0,)):
 
 def score_all(core):
     while (due := core.next_to_score()) is not None:
-        core.scored(due[0], zero_score(due[1]))
+        core.record_score(due[0], zero_score(due[1]))
 
 
 def ready_core(**kwargs):
@@ -163,11 +163,11 @@ class Simulation:
             return
         (request_id, group), self.scoring = self.scoring, None
         if self.random.random() < self.run.reject:
-            self.core.scored(request_id, Rejection("by chance"))
+            self.core.record_score(request_id, Rejection("by chance"))
             self.rejected.add(group.prompt.index)
             self.waiting.remove(group.prompt.index)
         else:
-            self.core.scored(request_id, zero_score(group))
+            self.core.record_score(request_id, zero_score(group))
 
     def trainer(self):
         version = self.run.version_of_take(self.taken)
@@ -290,7 +290,7 @@ def test_a_rejected_group_is_replaced_at_the_end_of_the_order():
     core = make_core(batch=2, bound=0)
     first, second = core.submissions()
     finish(core, first.request_id)
-    core.scored(core.next_to_score()[0], Rejection("all rewards equal"))
+    core.record_score(core.next_to_score()[0], Rejection("all rewards equal"))
     (replacement,) = core.submissions()
     assert [item.prompt.index for item in core.order] == [second.noise_key, replacement.noise_key]
 
@@ -301,7 +301,7 @@ def test_rejecting_everything_stops_the_run():
         for _ in range(10):
             for request in core.submissions():
                 finish(core, request.request_id)
-            core.scored(core.next_to_score()[0], Rejection("all rewards equal"))
+            core.record_score(core.next_to_score()[0], Rejection("all rewards equal"))
             core.prompts.fill(core.prompts_wanted)
 
 

@@ -7,7 +7,7 @@ the objective's own.
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from trl_a3po.objectives.table import SETTINGS_OF, ObjectiveSettings
+from trl_a3po.objectives.table import OBJECTIVES, SETTINGS_OF, ObjectiveSettings
 
 if TYPE_CHECKING:
     from trl_a3po.config.a3po_config import A3POConfig
@@ -65,8 +65,15 @@ def _check_kl(config: "A3POConfig") -> None:
             f"use_bias_correction_kl=True with objective={config.objective!r}, proximal_method="
             f"{config.proximal_method!r} and tokens up to {config.staleness_bound} steps stale multiplies the KL term "
             "by a ratio that is not taken from the behavior policy: set use_bias_correction_kl=False, or "
-            "objective='decoupled' with max_staleness=1 or proximal_method='behavior'."
+            f"objective={_objectives_with_behavior_ratio()} with max_staleness=1 or proximal_method='behavior'."
         )
+
+
+def _objectives_with_behavior_ratio() -> str:
+    """The objectives whose ratio can be the ratio to the behavior policy."""
+    settings = ObjectiveSettings(proximal_method="behavior")
+    able = [name for name, objective in OBJECTIVES.items() if objective.ratio_is_behavior_ratio(settings, 0)]
+    return " or ".join(map(repr, able))
 
 
 def _check_comparison(config: "A3POConfig") -> None:

@@ -23,10 +23,10 @@ from trl_a3po.errors import StallError
 from trl_a3po.protocol.engine import Engine
 from trl_a3po.protocol.records import Group, Rejection, Rollout, Score
 from trl_a3po.protocol.weights import WeightUpdate
-from trl_a3po.rollout.core import QueueCore
 from trl_a3po.rollout.evaluation_requests import EvaluationRequests
 from trl_a3po.rollout.outcomes import AttemptRecord, Outcomes
 from trl_a3po.rollout.prompt_stream import PromptStream
+from trl_a3po.rollout.queue_core import QueueCore
 from trl_a3po.rollout.queue_state import QueueState
 from trl_a3po.rollout.shared_state import SharedState
 from trl_a3po.rollout.take_plan import TakePlan

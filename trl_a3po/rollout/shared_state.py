@@ -8,8 +8,8 @@ import threading
 import time
 
 from trl_a3po.errors import A3POError, EngineError, QueueClosed
-from trl_a3po.rollout.core import QueueCore
 from trl_a3po.rollout.evaluation_requests import EvaluationRequests
+from trl_a3po.rollout.queue_core import QueueCore
 
 logger = logging.getLogger(__name__)
 

@@ -95,7 +95,7 @@ def _reward_loop(shared: SharedState, score: ScoreFunction, close_interrupts_sco
     while (due := _next_to_score(shared)) is not None:
         request_id, group = due
         try:
-            result = _scored(score, group)
+            result = _score_group(score, group)
         except RewardError:
             with shared.changed:
                 if shared.closed and close_interrupts_scoring:  # closing the queue is what raised it
@@ -104,7 +104,7 @@ def _reward_loop(shared: SharedState, score: ScoreFunction, close_interrupts_sco
         with shared.changed:
             if not shared.over:
                 shared.progress()
-                shared.core.scored(request_id, result)
+                shared.core.record_score(request_id, result)
 
 
 def _next_to_score(shared: SharedState) -> tuple[int, Group] | None:
@@ -117,7 +117,7 @@ def _next_to_score(shared: SharedState) -> tuple[int, Group] | None:
     return None
 
 
-def _scored(score: ScoreFunction, group: Group) -> Score | Group | Rejection:
+def _score_group(score: ScoreFunction, group: Group) -> Score | Group | Rejection:
     """What `score` returns for a group.
 
     Raises:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from trl_a3po.rollout.core import QueueCore
 from trl_a3po.rollout.outstanding import OutstandingPrompt
+from trl_a3po.rollout.queue_core import QueueCore
 from trl_a3po.workers.thread_stacks import thread_stacks
 
 

@@ -48,7 +48,7 @@ def test_a_server_that_was_lost_and_is_back_gets_a_new_group(monkeypatch):
     transfer._begin(member)
     transfer._begin(member)
     assert len(joined) == 1
-    pool.lost(member, "killed")
+    pool.mark_lost(member, "killed")
     pool.admit(member, member.server.info())
     transfer._begin(member)
     assert transfer._groups == {member: joined[1]} and joined[0].group.store is None

@@ -1,7 +1,7 @@
 """Continuous batching inside one process, on the forward of a Hugging Face model: no threads, no I/O, no clock.
 
 Guarantees:
-- every submitted request ends once: returned by `step` with all its rollouts, or cancelled;
+- every submitted request ends once: either `step` returns it with all its rollouts, or it is cancelled;
 - a token's version is that of the weights which produced its logits: they are sampled in the step that computes them;
 - the noise of a token is a function of (seed, noise_key, rollout number, position) and of nothing else;
 - a freed slot is refilled before the next decode step, in submission order (request, then rollout number).
@@ -118,7 +118,7 @@ class SlotDecoder:
     @property
     def active_rollouts(self) -> int:
         """Rollouts that hold a slot."""
-        return sum(sequence is not None for sequence in self._active)
+        return sum(rollout is not None for rollout in self._active)
 
     @property
     def waiting_requests(self) -> int:
@@ -159,7 +159,7 @@ class SlotDecoder:
         if cancelled:
             self._waiting = deque(group for group in self._waiting if id(group) not in cancelled)
             self._active = [
-                None if sequence is None or id(sequence.group) in cancelled else sequence for sequence in self._active
+                None if rollout is None or id(rollout.group) in cancelled else rollout for rollout in self._active
             ]
 
     def set_version(self, version: int) -> None:
@@ -216,10 +216,10 @@ class SlotDecoder:
     def _admit(self, finished: list[GroupFinished]) -> None:
         """Fill the free slots: prefill the prompts that need it and sample every new rollout's first token."""
         starts = self._next_starts()
-        groups = list({id(sequence.group): sequence.group for _, sequence in starts}.values())
+        groups = list({id(rollout.group): rollout.group for _, rollout in starts}.values())
         self._prefill([group for group in groups if group.prefilled is None])
-        for slot, sequence in starts:
-            self._occupy(slot, sequence)
+        for slot, rollout in starts:
+            self._occupy(slot, rollout)
         self._copy_prompts(starts)
         self._record([slot for slot, _ in starts], self._sample_starts(starts), finished)
         for group in groups:
@@ -228,8 +228,8 @@ class SlotDecoder:
     def _next_starts(self) -> list[tuple[int, DecodedRollout]]:
         """The free slots and the rollouts that are next in line for them."""
         starts: list[tuple[int, DecodedRollout]] = []
-        for slot, sequence in enumerate(self._active):
-            if sequence is None and self._waiting:
+        for slot, rollout in enumerate(self._active):
+            if rollout is None and self._waiting:
                 group = self._waiting[0]
                 starts.append((slot, DecodedRollout(group, group.started)))
                 group.started += 1
@@ -245,16 +245,16 @@ class SlotDecoder:
             for row, i in enumerate(batch):
                 groups[i].prefilled = Prefilled(logits[row], cache, row)
 
-    def _occupy(self, slot: int, sequence: DecodedRollout) -> None:
-        request = sequence.group.request
-        self._active[slot] = sequence
-        stream = noise_stream(self._sampling.seed, request.noise_key, sequence.number)
+    def _occupy(self, slot: int, rollout: DecodedRollout) -> None:
+        request = rollout.group.request
+        self._active[slot] = rollout
+        stream = noise_stream(self._sampling.seed, request.noise_key, rollout.number)
         self._slots.occupy(slot, request.prompt_ids, stream)
 
     def _copy_prompts(self, starts: Sequence[tuple[int, DecodedRollout]]) -> None:
         by_cache: dict[int, list[tuple[int, Prefilled]]] = {}
-        for slot, sequence in starts:
-            prefilled = sequence.group.prompt
+        for slot, rollout in starts:
+            prefilled = rollout.group.prompt
             by_cache.setdefault(id(prefilled.cache), []).append((slot, prefilled))
         for copies in by_cache.values():
             slots = torch.tensor([slot for slot, _ in copies], device=self._device)
@@ -263,7 +263,7 @@ class SlotDecoder:
 
     def _sample_starts(self, starts: Sequence[tuple[int, DecodedRollout]]) -> np.ndarray:
         slots = np.array([slot for slot, _ in starts])
-        logits = torch.stack([sequence.group.prompt.logits for _, sequence in starts])
+        logits = torch.stack([rollout.group.prompt.logits for _, rollout in starts])
         if self._fixed_length is None:
             return self._sample(logits, slots)
         every_slot = logits.new_zeros(len(self._slots), logits.shape[1])
@@ -305,7 +305,7 @@ class SlotDecoder:
         return self._sampler.draw(logits, noise, too_early, seen).cpu().numpy()
 
     def _record(self, slots: Iterable[int], drawn: np.ndarray, finished: list[GroupFinished]) -> None:
-        """Append one token to each sequence in `slots` (the first columns of `drawn`, in their order)."""
+        """Append one token to each rollout in `slots` (the first columns of `drawn`, in their order)."""
         slots = np.fromiter(slots, dtype=np.int64)
         drawn = drawn[:, : len(slots)]
         if not np.isfinite(drawn).all():
@@ -317,29 +317,29 @@ class SlotDecoder:
         self._slots.advance(slots, tokens)
         self._tokens += len(slots)
         for slot, token, logp in zip(slots.tolist(), tokens.tolist(), drawn[1].tolist(), strict=True):
-            sequence = self._active[slot]
-            sequence.append(token, logp, self._version)
+            rollout = self._active[slot]
+            rollout.append(token, logp, self._version)
             stops = token in self._stop_ids
-            if stops or len(sequence.token_ids) == self._sampling.max_new_tokens:
+            if stops or len(rollout.token_ids) == self._sampling.max_new_tokens:
                 self._active[slot] = None
-                self._finish(sequence, "stop" if stops else "length", finished)
+                self._finish(rollout, "stop" if stops else "length", finished)
 
     def _finish(
-        self, sequence: DecodedRollout, reason: Literal["stop", "length"], finished: list[GroupFinished]
+        self, rollout: DecodedRollout, reason: Literal["stop", "length"], finished: list[GroupFinished]
     ) -> None:
-        group = sequence.group
-        group.done[sequence.number] = Rollout(sequence.token_ids, sequence.logps, sequence.versions, reason)
+        group = rollout.group
+        group.done[rollout.number] = Rollout(rollout.token_ids, rollout.logps, rollout.versions, reason)
         if (whole := group.finished()) is not None:
             del self._groups[group.request.request_id]
             finished.append(whole)
 
     def _recompute(self) -> None:
-        """Prefill every sequence in flight again: its prompt and its tokens but the last, which is decoded next."""
-        held = [(slot, sequence) for slot, sequence in enumerate(self._active) if sequence is not None]
-        texts = [(*sequence.group.request.prompt_ids, *sequence.token_ids[:-1]) for _, sequence in held]
+        """Prefill every rollout in flight again: its prompt and its tokens but the last, which is decoded next."""
+        in_flight = [(slot, rollout) for slot, rollout in enumerate(self._active) if rollout is not None]
+        texts = [(*rollout.group.request.prompt_ids, *rollout.token_ids[:-1]) for _, rollout in in_flight]
         for batch, pad_to in self._batches([len(text) for text in texts], self._fixed_length):
             cache = self._forward.prefill_cache([texts[i] for i in batch], pad_to)
-            slots = torch.tensor([held[i][0] for i in batch], device=self._device)
+            slots = torch.tensor([in_flight[i][0] for i in batch], device=self._device)
             self._write(slots, cache, torch.arange(len(batch), device=self._device))
 
     def _write(self, slots: torch.Tensor, cache: PrefillCache, rows: torch.Tensor) -> None:

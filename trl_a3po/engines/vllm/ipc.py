@@ -15,14 +15,13 @@ import ipaddress
 import pickle
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from trl_a3po.engines.vllm.http import HttpFault
+from trl_a3po.engines.vllm.every_server import on_every_server
 from trl_a3po.engines.vllm.nccl import BUCKET_BYTES, BUCKET_TIMEOUT, Named, buckets
 from trl_a3po.engines.vllm.pooled_server import PooledServer
 from trl_a3po.errors import EngineError
@@ -56,12 +55,12 @@ class IpcTransfer:
         lost: Callable[[PooledServer, str], None],
     ) -> tuple[list[PooledServer], int]:
         """Load `update`, as `dtype`, into paused servers. Returns those that have it, and its size in bytes."""
-        receivers, size = self._each(members, self._begin, lost), 0
+        receivers, size = on_every_server(members, self._begin, lost), 0
         # Copies, because torch counts who has opened a tensor's memory once for each time it is shared.
         for bucket in buckets(update, self._device, dtype, BUCKET_BYTES, copies=True):
             size += sum(tensor.nbytes for _, tensor in bucket)
             receivers = self._send_bucket(receivers, bucket, lost)
-        return self._each(receivers, lambda member: member.server.post("/finish_weight_update"), lost), size
+        return on_every_server(receivers, lambda member: member.server.post("/finish_weight_update"), lost), size
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -82,25 +81,8 @@ class IpcTransfer:
             info = update_info(bucket, uuid)  # not shared between servers: a handle can be opened once
             member.server.post("/update_weights", {"update_info": info}, BUCKET_TIMEOUT)
 
-        done = self._each(members, load, lost)
+        done = on_every_server(members, load, lost)
         torch.cuda.ipc_collect()
-        return done
-
-    def _each(
-        self,
-        members: Sequence[PooledServer],
-        step: Callable[[PooledServer], Any],
-        lost: Callable[[PooledServer, str], None],
-    ) -> list[PooledServer]:
-        """Do one step on all members at a time; those that took it."""
-        done = []
-        with ThreadPoolExecutor(max(1, len(members))) as executor:
-            for member, future in [(member, executor.submit(step, member)) for member in members]:
-                try:
-                    future.result()
-                    done.append(member)
-                except HttpFault as fault:
-                    lost(member, str(fault))
         return done
 
 

@@ -13,13 +13,13 @@ Where a token gets its version: in `ServerPool._record_tokens`, when a chunk of 
    before those weights change, so all its tokens carry the version of the call.
 2. Whole weights with `kv_on_publish="keep"` (`streams=True`): a call goes on while the weights change. Its tokens
    carry the version that their server holds when they arrive, so every token sampled before a publish has to arrive
-   before the version changes. `settle` sees to that while the server is paused for the publish: it compares the
-   server's own count of sampled tokens with the count of tokens that have arrived. If the counts do not agree within
-   `SETTLE_TIMEOUT` (another client uses the server, or events hold several tokens), `Calls.catch_up` sends a barrier
-   to the reader process, and `reader.reach_barrier` answers when nothing more arrives for the server's calls. A reader
-   that does not answer is killed, and its tokens are sampled again. After a barrier the server may still hold back one
-   event of each sequence. So the first event of each sequence after the publish carries the older version, and its
-   tokens are counted as `bounded_tokens`: their version is a lower bound.
+   before the version changes. `receive_all_tokens` ensures this while the server is paused for the publish: it
+   compares the server's own count of sampled tokens with the count of tokens that have arrived. If the counts do not
+   agree within `SETTLE_TIMEOUT` (another client uses the server, or events hold several tokens), `Calls.catch_up`
+   sends a barrier to the reader process, and `reader.reach_barrier` answers when nothing more arrives for the server's
+   calls. A reader that does not answer is killed, and its tokens are sampled again. After a barrier the server may
+   still hold back one event of each sequence. So the first event of each sequence after the publish carries the older
+   version, and its tokens are counted as `bounded_tokens`: their version is a lower bound.
 
 Threads: one, which gets the tokens from the reader process (`calls.py`).
 """
@@ -127,8 +127,8 @@ class ServerPool:
 
     # --- servers ------------------------------------------------------------------------------------------------
 
-    def targets(self) -> list[PooledServer]:
-        """Members that can be published to."""
+    def reachable(self) -> list[PooledServer]:
+        """Members that answer, so that weights can be published to them."""
         with self._changed:
             return [member for member in self.members if member.state != "down"]
 
@@ -142,7 +142,7 @@ class ServerPool:
             member.info, member.pings_missed = info, 0
             member.state, member.version, member.lives = "behind", -1, member.lives + 1
 
-    def back(self, member: PooledServer, served_weights: ServedWeights) -> None:
+    def mark_back(self, member: PooledServer, served_weights: ServedWeights) -> None:
         """A server that answers again carries the current publication, `served_weights`."""
         with self._changed:
             member.state, member.version, member.counted = "live", served_weights.version, None
@@ -160,8 +160,8 @@ class ServerPool:
                     member.state = "behind"
             self._dispatch()
 
-    def scored(self, member: PooledServer, tokens: int) -> None:
-        """A server has sampled `tokens` of another's calls."""
+    def count_scored(self, member: PooledServer, tokens: int) -> None:
+        """Count tokens that a server has sampled for a scoring call, which its own count includes."""
         with self._changed:
             member.received += tokens
 
@@ -170,22 +170,23 @@ class ServerPool:
         with self._changed:
             return {call.served_weights.model for member in self.members for call in member.running}
 
-    def hold(self, held: bool) -> None:
-        """Whether work waits here instead of going out."""
+    def hold_jobs(self, held: bool) -> None:
+        """Whether jobs wait in the pool instead of being sent to servers."""
         with self._changed:
             self._held = held
             self._dispatch()
 
-    def lost(self, member: PooledServer, why: str) -> None:
+    def mark_lost(self, member: PooledServer, why: str) -> None:
         with self._changed:
             self._lose(member, why)
 
     def abort_calls(self, member: PooledServer, *, all_of_them: bool) -> None:
-        """Have a server end its calls where they are; they go out again under the publication that is current then.
+        """Pause a server and end its calls. Their rollouts continue in new calls, under the weights served then.
 
         Args:
-            all_of_them: wait until every call has returned, also one that reaches the server meanwhile; it stays
-                paused.
+            member: the server.
+            all_of_them: wait until every call has returned, also a call that reaches the server in the meantime. The
+                server stays paused.
         """
         deadline = time.monotonic() + IDLE_TIMEOUT
         while True:
@@ -196,26 +197,31 @@ class ServerPool:
             if time.monotonic() > deadline:
                 raise TimeoutFault(f"{member.server.url} did not end its calls within {IDLE_TIMEOUT:g} s.")
 
-    def settle(self, member: PooledServer) -> None:
-        """Wait until a paused server has sent all it had sampled; afterwards its tokens are of the next version."""
+    def receive_all_tokens(self, member: PooledServer) -> None:
+        """Wait until every token that a paused server has sampled has arrived. Tokens that arrive later belong to the
+        next version.
+
+        If that cannot be seen from the server's count, the next event of each sequence is `bounded` (see the module).
+        """
         deadline = time.monotonic() + SETTLE_TIMEOUT
-        total, even = self._count(member)
-        while even is False and time.monotonic() < deadline:
+        total, complete = self._sampled_tokens(member)
+        while complete is False and time.monotonic() < deadline:
             time.sleep(0.01)
-            total, even = self._count(member)
-        if not even:
+            total, complete = self._sampled_tokens(member)
+        if not complete:
             time.sleep(0.1)  # for what is still on its way
             with self._changed:
                 calls = [call.number for call in member.running]
             self._calls.catch_up(calls, CATCH_UP_TIMEOUT)
-            total, even = self._count(member)
+            total, complete = self._sampled_tokens(member)
         with self._changed:
             member.counted, member.received = total, 0
             for call in member.running:
-                call.bounded = set() if even else set(range(len(call.job.sequences)))
+                call.bounded = set() if complete else set(range(len(call.job.sequences)))
 
-    def _count(self, member: PooledServer) -> tuple[int | None, bool | None]:
-        """Tokens that a server has sampled, by its own count, and whether all have come, where that follows."""
+    def _sampled_tokens(self, member: PooledServer) -> tuple[int | None, bool | None]:
+        """How many tokens the server says it has sampled, and whether all of them have arrived; each is `None` if it
+        is unknown."""
         total = member.server.generated_tokens()
         with self._changed:
             if total is None or member.counted is None or member.info.stream_interval != 1:
@@ -256,7 +262,7 @@ class ServerPool:
             self._dispatch()
 
     def is_over(self, timeout: float = 0.0) -> bool:
-        """Whether the pool is closed or has ended with an error, now or `timeout` so many seconds."""
+        """Whether the pool is closed or has ended with an error. Waits for up to `timeout` seconds."""
         return self._over.wait(timeout)
 
     def end_with(self, error: str) -> None:

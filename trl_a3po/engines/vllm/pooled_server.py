@@ -30,16 +30,19 @@ class InFlightCall:
 
 @dataclass(eq=False)
 class PooledServer:
-    """A server in the pool. "live": it carries the current publication and gets work; "behind": it could, once it is
-    published to; "down": out of reach."""
+    """A server in the pool and its state.
+
+    "live": the server carries the current weights and gets work. "behind": the server answers, and gets work once the
+    current weights have been published to it. "down": the server does not answer.
+    """
 
     server: Server
-    info: ServerInfo  # what it said of itself when it last answered after it had been out of reach
+    info: ServerInfo  # as of the last time it was found to answer
     state: Literal["live", "behind", "down"] = "down"
     running: set[InFlightCall] = field(default_factory=set)
     version: int = -1
     received: int = 0  # tokens since `counted`
-    counted: int | None = None
+    counted: int | None = None  # tokens by the server's own count at the last publish; `None`: unknown
     lives: int = 0  # times it was found to answer: after the next one it may be another process
     pings_missed: int = 0
     last_fault: str = "it was never reached"
@@ -49,6 +52,6 @@ class PooledServer:
         return sum(len(call.job.sequences) for call in self.running)
 
     def has_room(self, count: int) -> bool:
-        # Half as many again wait at the server, so that a slot is refilled at once.
+        # Up to half of `max_num_seqs` more wait at the server, so that a free place is taken at once.
         most = self.info.max_num_seqs
         return self.load + count <= max(count, most + most // 2)

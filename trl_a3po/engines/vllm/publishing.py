@@ -14,13 +14,11 @@ What happens to rollouts in flight (`keeps`):
   and goes on under the new weights.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from trl_a3po.engines.vllm.adapter_folders import PREFIX, AdapterFolders
 from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
-from trl_a3po.engines.vllm.http import HttpFault
+from trl_a3po.engines.vllm.every_server import on_every_server
 from trl_a3po.engines.vllm.ipc import IpcTransfer
 from trl_a3po.engines.vllm.nccl import NcclTransfer
 from trl_a3po.engines.vllm.pool import ServerPool
@@ -40,27 +38,31 @@ class AdapterPublishing:
         self.last_bytes = 0
 
     def publish(self, update: WeightUpdate) -> None:
-        """Raises `OSError` when it cannot be written."""
+        """Publish the adapter of `update`.
+
+        Raises:
+            OSError: the folder of the adapter cannot be written.
+        """
         pool, folders = self._pool, self._folders
         self.last_bytes = folders.write(update)
-        carriers = on_all(pool, pool.targets(), self._load)
+        carriers = on_every_server(pool.reachable(), self._load, pool.mark_lost)
         pool.set_served_weights(ServedWeights(update.version, folders.newest, folders.newest), carriers)
         if not self._keeps:
-            carriers = on_all(pool, carriers, self._interrupt)
+            carriers = on_every_server(carriers, self._interrupt, pool.mark_lost)
         in_use = pool.in_use()
         for name in folders.outdated():
             if name not in in_use:
-                on_all(pool, carriers, partial(_unload, name=name))
+                on_every_server(carriers, partial(_unload, name=name), pool.mark_lost)
                 folders.remove(name)
 
     def bring_up(self, member: PooledServer) -> None:
-        """Have a server that came back carry what was published last."""
+        """Load what was published last into a server that came back."""
         self.clean(member)
         if self._folders.newest not in member.info.adapters:  # it may have been out of reach, not gone
             self._load(member)
 
     def clean(self, member: PooledServer) -> None:
-        """Unload what a run before this one left, or this one no longer keeps."""
+        """Unload adapters that an earlier run has left, and adapters that this run no longer keeps."""
         for name in member.info.adapters:
             if name.startswith(PREFIX) and name not in self._folders.folders:
                 member.server.unload_adapter(name)
@@ -79,7 +81,7 @@ class AdapterPublishing:
 
     @property
     def hint(self) -> str:
-        """What to do where a server did not take the first ones."""
+        """What to do if a server did not load the first weights."""
         return _SHARED_FOLDER.format(folder=self._folders.root)
 
     def close(self) -> None:
@@ -98,12 +100,14 @@ def _unload(member: PooledServer, name: str) -> None:
 
 
 class WeightsPublishing:
-    """Whole weights, loaded over those a server has.
+    """Whole weights, loaded in place of the weights that a server has.
 
     Args:
-        folder: where they are written, when they go by disk.
-        link: what takes them to the servers instead of the disk.
-        run: names the run in salts.
+        pool: the servers.
+        folder: where the weights are written if they travel by disk.
+        transfer: how the weights travel from GPU to GPU; `None` if they travel by disk.
+        keeps: whether rollouts in flight keep their cache.
+        run: the name of the run, which begins each cache salt.
     """
 
     def __init__(
@@ -124,24 +128,29 @@ class WeightsPublishing:
         self.last_bytes = 0
 
     def publish(self, update: WeightUpdate) -> None:
-        """Raises `OSError` when it cannot be written, `EngineError` when a link breaks for good."""
+        """Publish the weights of `update`.
+
+        Raises:
+            OSError: the checkpoint folder cannot be written.
+            EngineError: a transfer between GPUs has failed in a way that the run cannot survive.
+        """
         pool, self._number = self._pool, self._number + 1
         if self._transfer is None:
             self.last_bytes = self._folder.write(update)
-        pool.hold(True)
+        pool.hold_jobs(True)
         try:
-            targets = on_all(pool, pool.targets(), self._pause)
+            targets = on_every_server(pool.reachable(), self._pause, pool.mark_lost)
             if self._transfer is None:
-                carriers = on_all(pool, targets, self._reload)
+                carriers = on_every_server(targets, self._reload, pool.mark_lost)
             else:
-                carriers, self.last_bytes = self._transfer.send(targets, update, self._folder.dtype, pool.lost)
+                carriers, self.last_bytes = self._transfer.send(targets, update, self._folder.dtype, pool.mark_lost)
             pool.set_served_weights(ServedWeights(update.version, "", f"{self._run}-{self._number}"), carriers)
-            on_all(pool, carriers, lambda member: member.server.resume())
+            on_every_server(carriers, lambda member: member.server.resume(), pool.mark_lost)
         finally:
-            pool.hold(False)
+            pool.hold_jobs(False)
 
     def bring_up(self, member: PooledServer) -> None:
-        """Have a server that came back carry what was published last; by disk alone."""
+        """Load what was published last into a server that came back. Only for weights that travel by disk."""
         member.server.pause("abort")
         self._reload(member)
         member.server.resume()
@@ -153,7 +162,7 @@ class WeightsPublishing:
 
     @property
     def hint(self) -> str:
-        """What to do where a server did not take the first ones."""
+        """What to do if a server did not load the first weights."""
         return _SHARED_FOLDER.format(folder=self._folder.root) if self._transfer is None else self._transfer.hint
 
     def clean(self, member: PooledServer) -> None:
@@ -175,23 +184,6 @@ class WeightsPublishing:
     def _pause(self, member: PooledServer) -> None:
         if self._keeps:
             member.server.pause("keep")
-            self._pool.settle(member)
+            self._pool.receive_all_tokens(member)
         else:
             self._pool.abort_calls(member, all_of_them=True)
-
-
-def on_all(
-    pool: ServerPool, members: Sequence[PooledServer], step: Callable[[PooledServer], None]
-) -> list[PooledServer]:
-    """Do one step on all members at a time; those that took it. One that did not is lost."""
-    if not members:
-        return []
-    taken = []
-    with ThreadPoolExecutor(len(members)) as executor:
-        for member, future in [(member, executor.submit(step, member)) for member in members]:
-            try:
-                future.result()
-                taken.append(member)
-            except HttpFault as fault:
-                pool.lost(member, str(fault))
-    return taken

@@ -89,7 +89,7 @@ class ServerWatch:
             member.pings_missed += 1
             member.last_fault = str(fault)
             if not isinstance(fault, TimeoutFault) or member.pings_missed >= MISSED_PINGS:
-                self._pool.lost(member, str(fault))
+                self._pool.mark_lost(member, str(fault))
             return
         member.pings_missed = 0
         if member.state == "down":
@@ -118,9 +118,9 @@ class ServerWatch:
             try:
                 self._deliver(member)
             except HttpFault as fault:
-                self._pool.lost(member, str(fault))
+                self._pool.mark_lost(member, str(fault))
                 return
-            self._pool.back(member, served_weights)
+            self._pool.mark_back(member, served_weights)
         logger.warning("%s is back and carries version %d.", member.server.url, served_weights.version)
 
     def _note_outage(self) -> None:

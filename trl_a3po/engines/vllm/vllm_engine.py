@@ -217,7 +217,7 @@ class VLLMEngine:
                     fault = error
                     _handle_score_fault(pool, member, error)
                 else:
-                    pool.scored(member, len(completion_ids))
+                    pool.count_scored(member, len(completion_ids))
                     return logps, served_weights.version
             time.sleep(0.1)
         raise EngineError(
@@ -340,7 +340,7 @@ def _handle_score_fault(pool: ServerPool, member: PooledServer, fault: HttpFault
     if isinstance(fault, StatusFault) and fault.status in (400, 413, 422):
         raise ValueError(f"These tokens cannot be scored: {fault}") from fault
     if isinstance(fault, ConnectionFault) or (isinstance(fault, StatusFault) and fault.status == 404):
-        pool.lost(member, str(fault))
+        pool.mark_lost(member, str(fault))
 
 
 def _trained(update: WeightUpdate) -> set[str]:

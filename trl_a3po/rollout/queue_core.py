@@ -28,7 +28,8 @@ Admission = Literal[
     "open", "total_takes", "max_staleness", "max_in_flight", "prompts", "end of data", "lag", "batch in the engine"
 ]
 
-SPARE_BATCHES = 2  # tokenised beyond what may be submitted: the batch that a publish admits, and replacements
+# Batches tokenised ahead of admission: one for the next publish to admit, one to replace rejected groups.
+SPARE_BATCHES = 2
 
 
 class QueueCore:
@@ -228,7 +229,7 @@ class QueueCore:
         now = self.clock()
         return max((now - item.stage_entered_at for item in self.order if item.stage == "being scored"), default=0.0)
 
-    def scored(self, request_id: int, result: Score | Group | Rejection) -> None:
+    def record_score(self, request_id: int, result: Score | Group | Rejection) -> None:
         """Handle the result of scoring a group: its score, the group to train on instead, or a rejection.
 
         Raises:
