@@ -43,6 +43,7 @@ from trl_a3po.checks.arguments import (
 )
 from trl_a3po.checks.completions import check_completions, check_some_reward, has_reward
 from trl_a3po.checks.data import check_columns, check_dataset
+from trl_a3po.checks.noise import warn_of_noise
 from trl_a3po.checks.policy import check_policy, check_sharding, check_trained_before
 from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_schedule import check_periodic
@@ -144,6 +145,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self._training_forward = TrainingForward(args, self.accelerator, models)
         policy = self.accelerator.unwrap_model(self.model)
         check_policy(args, policy, sampling_settings(args, self.generation_config, policy))
+        if self.accelerator.is_main_process:
+            warn_of_noise(args, policy)
         check_reward_functions(args, reward_functions(self), self.reward_func_names)
         self._team = Team(timeout=args.ddp_timeout + args.stall_timeout)
         self._running = self._trained_before = False
