@@ -207,13 +207,14 @@ def test_a_hanging_async_reward_ends_in_the_report_too(model_path, tmp_path):
 def test_a_reward_that_hangs_in_an_evaluation_ends_the_run_and_names_the_settings(model_path, tmp_path, limit):
     release = threading.Event()
 
-    def hangs_later(completion_ids, **kwargs):
-        if threading.current_thread().name != "a3po reward thread":
+    def hangs_later(completion_ids, target, **kwargs):
+        if target[0] == -1:
             release.wait(60)
         return [len(ids) for ids in completion_ids]
 
     trainer = build(
-        model_path, tmp_path, reward_funcs=hangs_later, eval_dataset=tiny_prompts(4), max_steps=2,
+        model_path, tmp_path, reward_funcs=hangs_later, max_steps=2,
+        eval_dataset=tiny_prompts(4).map(lambda row: {"target": -1}),
         eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, **{limit: 1.0},
     )  # fmt: skip
     try:

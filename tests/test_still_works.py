@@ -529,13 +529,15 @@ def test_a_callback_that_stops_the_training_ends_the_run_and_the_engine(model_pa
 
 @pytest.fixture
 def background():
-    """What a test has left running of this package, in this process and beside it."""
+    """What a test has left running of this package, in this process and beside it. The thread of the reward functions
+    lives as long as the trainer."""
     before = set(threading.enumerate())
     return lambda: left_running(before)
 
 
 def left_running(before: set[threading.Thread]) -> list[str]:
-    threads = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("a3po")]
+    names = {thread.name for thread in set(threading.enumerate()) - before}
+    threads = [name for name in names - {"a3po rewards"} if name.startswith("a3po")]
     children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True)
     return threads + [line for line in children.stdout.splitlines() if "trl_a3po" in line]
 

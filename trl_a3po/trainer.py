@@ -66,7 +66,7 @@ from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.session import Session
 from trl_a3po.session.build_engine import engine_dtype, engine_slots
 from trl_a3po.session.build_policy import build_policy, zero_stage
-from trl_a3po.session.build_scorer import reward_functions
+from trl_a3po.session.build_scorer import functions_outside_training, new_reward_thread, reward_functions
 from trl_a3po.session.checkpoint_hooks import CheckpointHooks
 from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.current_batch import CurrentBatch
@@ -150,6 +150,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         check_reward_functions(args, reward_functions(self), self.reward_func_names)
         self._team = Team(timeout=args.ddp_timeout + args.stall_timeout)
         self._running = self._trained_before = False
+        self._reward_thread = new_reward_thread()
         self._session: Session | None = None  # in the main process, during training
         self.add_callback(TimelineCallback(lambda: None if self._session is None else self._session.timeline))
         self._loss_metrics = LossMetrics(caches_are_kept=args.kv_on_publish != "recompute")
@@ -363,7 +364,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     ) -> torch.Tensor:
         rows = self._current_batch.rows
         if rows is None:
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            with temporarily(self, reward_funcs=functions_outside_training(self)):
+                return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         replay_logs(rows, self._log_completion_extra, self._log_metric)
         if self.log_completions:
             for column, values in completion_columns(rows, self.state.global_step).items():

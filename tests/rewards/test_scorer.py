@@ -1,6 +1,7 @@
 """What a reward function receives, and what becomes of what it returns."""
 
 import asyncio
+import gc
 import math
 import threading
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.processes import until
 from trl_a3po.errors import RewardError
 from trl_a3po.protocol.records import Group, Prompt, Rollout
 from trl_a3po.rewards.scorer import RewardScorer
@@ -82,12 +84,15 @@ def test_it_closes_where_another_event_loop_runs_as_in_a_notebook():
 
     score = scorer(reward)
 
-    async def cell():
+    async def cell(score):
         await asyncio.to_thread(score, group())
         score.close()
 
-    asyncio.run(cell())
-    assert loops[0].is_closed()
+    asyncio.run(cell(score))
+    assert not loops[0].is_closed()  # the next `train` of the trainer uses it again
+    del score
+    gc.collect()
+    until(loops[0].is_closed)
 
 
 def test_an_object_with_an_async_call_is_awaited():

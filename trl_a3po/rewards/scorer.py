@@ -2,7 +2,9 @@
 
 Guarantees:
 - each function is called once per group, with the keyword arguments that GRPOTrainer documents;
-- synchronous and `async def` functions keep their state between calls (same process, same event loop);
+- synchronous and `async def` functions keep their state between calls: they are called in one thread, with one event
+  loop;
+- each function receives its own copies of prompts, completions and columns, which it may change;
 - a function returns one finite number or `None` per completion, or a `RewardError` names the function and says what it
   did;
 - a function that hangs blocks the thread that called it, and no other thread for longer than the timeout of
@@ -28,8 +30,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from trl_a3po.errors import RewardError, StallError
+from trl_a3po.protocol.plain_copy import plain_copy
 from trl_a3po.protocol.records import Group, Rejection, Score
 from trl_a3po.rewards.main_thread import Watch, limits_time_in_main_thread_only, watch
+from trl_a3po.rewards.thread import NAME, CallingThread, EventLoop, RewardThread
 from trl_a3po.rewards.values import reward_values
 from trl_a3po.workers.thread_stacks import thread_stacks
 
@@ -42,6 +46,11 @@ NEEDS = "only the main thread of a process has"
 CLOSE_TIMEOUT = 1.0  # seconds for a group that is being scored
 WHILE_WAITING_SECONDS = 10.0  # between two calls of `while_waiting`
 RESERVED = ("prompt", "completion", "completion_ids")
+
+THREAD_HINT = (
+    f" Reward functions are called in the thread '{NAME}': create what belongs to one thread inside the function, at "
+    "its first call. sqlite3.connect(..., check_same_thread=False) makes a connection for every thread."
+)
 
 Result = TypeVar("Result")
 
@@ -79,6 +88,7 @@ class RewardScorer:
         stall_timeout: the timeout of `score_all` if there is no `timeout`.
         own_process: column -> a process for its function, not started. It raises `RewardError` if the function cannot
             be sent there. Needed only where scoring is not on the main thread.
+        thread: where the functions are called; `None` for a thread of this scorer.
     """
 
     def __init__(
@@ -91,6 +101,7 @@ class RewardScorer:
         timeout: float | None = None,
         stall_timeout: float = 600.0,
         own_process: "Callable[[int], RewardWorkers] | None" = None,
+        thread: RewardThread | CallingThread | None = None,
     ):
         self._funcs = list(funcs)
         self._names = list(names)
@@ -99,10 +110,9 @@ class RewardScorer:
         self._on_column = on_column
         self._timeout_name = "stall_timeout" if timeout is None else "reward_timeout"
         self._timeout = stall_timeout if timeout is None else timeout
-        self._runner: asyncio.Runner | None = None
+        self._thread = RewardThread() if thread is None else thread
         self._awaited: asyncio.Task[Any] | None = None  # runs the `async def` functions
         self._interrupted = threading.Event()
-        self._one_at_a_time = threading.Lock()
         self._began: float | None = None  # when scoring the present group began
         self._running: list[int] = []  # the columns that are being computed
         self._own_process = own_process
@@ -111,9 +121,12 @@ class RewardScorer:
         self._watches: set[Watch] = set()
 
     def start(self) -> None:
-        """Start the processes of the functions that are known to need one: TRL's rewards that use math-verify."""
+        """Start the processes of the functions that are known to need one: TRL's rewards that use math-verify, and the
+        functions that have asked before."""
         for column, func in enumerate(self._funcs):
-            if func is not None and self._own_process is not None and limits_time_in_main_thread_only(func):
+            if func is None or self._own_process is None:
+                continue
+            if limits_time_in_main_thread_only(func) or self._thread.is_moved(func):
                 self._move(column, "math-verify's time limits")
 
     @property
@@ -135,13 +148,7 @@ class RewardScorer:
         return time.monotonic() - began
 
     def __call__(self, group: Group) -> Score | Rejection:
-        with self._one_at_a_time:
-            self._began = time.monotonic()
-            try:
-                return self._score(group)
-            finally:
-                self._began = None
-                self._running = []
+        return self._submit(group).result()
 
     def describe(self) -> str:
         """Which function is running and what would help if it hangs; empty if none is running. From any thread."""
@@ -163,13 +170,24 @@ class RewardScorer:
             "reward_timeout."
         )
 
-    def _score(self, group: Group) -> Score | Rejection:
+    def _submit(self, group: Group) -> "Future[Score | Rejection]":
+        return self._thread.submit(partial(self._timed_score, group))
+
+    def _timed_score(self, group: Group, loop: EventLoop) -> Score | Rejection:
+        self._began = time.monotonic()
+        try:
+            return self._score(group, loop)
+        finally:
+            self._began = None
+            self._running = []
+
+    def _score(self, group: Group, loop: EventLoop) -> Score | Rejection:
         self._raise_if_interrupted()
         started = time.perf_counter()
         size = len(group.rollouts)
         score = Score(rewards=[[math.nan] * len(self._funcs) for _ in range(size)])
         kwargs = self._arguments(group)
-        for call in itertools.chain(self._call_in_turn(kwargs), self._await_together(kwargs)):
+        for call in itertools.chain(self._call_in_turn(kwargs, loop), self._await_together(kwargs, loop)):
             if call.watched.asked_for:
                 self._move(call.column, call.watched.asked_for)
             else:
@@ -225,11 +243,15 @@ class RewardScorer:
             process = self._own_process(column)
         except RewardError as error:
             raise RewardError(f"{self._functions([column])} asks for {asked_for}, which {NEEDS}. {error}") from error
-        logger.warning(
-            "%s asks for %s, which %s, so it runs in a process of its own from now on. What it changes in the "
-            "script's objects stays in that process.",
-            *(self._functions([column]), asked_for, NEEDS),
-        )
+        func = self._funcs[column]
+        assert func is not None
+        if not self._thread.is_moved(func):
+            self._thread.in_processes.append(func)
+            logger.warning(
+                "%s asks for %s, which %s, so it runs in a process of its own from now on. What it changes in the "
+                "script's objects stays in that process.",
+                *(self._functions([column]), asked_for, NEEDS),
+            )
         process.start()
         self._moved[column] = process
         if self._interrupted.is_set():  # `interrupt` may have seen the processes before this one
@@ -249,7 +271,7 @@ class RewardScorer:
     def score_all(
         self, groups: Sequence[Group], while_waiting: Callable[[], None] = lambda: None
     ) -> list[Score | Rejection]:
-        """Score groups, one after the other, in another thread.
+        """Score groups, one after the other.
 
         Args:
             groups: the groups to score.
@@ -259,13 +281,7 @@ class RewardScorer:
             StallError: scoring one group took longer than `timeout`, or than `stall_timeout` if there is no `timeout`.
             RewardError: as for one group.
         """
-        futures: list[Future[Score | Rejection]] = [Future() for _ in groups]
-        # A daemon thread: a function that hangs must not keep the process from ending.
-        thread = threading.Thread(
-            target=self._score_into, args=(groups, futures), name="a3po evaluation rewards", daemon=True
-        )
-        thread.start()
-        return [self._result(future, while_waiting) for future in futures]
+        return [self._result(self._submit(group), while_waiting) for group in groups]
 
     def interrupt(self) -> None:
         """Call no function any more, and end the `async def` functions that are being awaited. The thread that scores
@@ -278,31 +294,12 @@ class RewardScorer:
             process.close()
 
     def close(self) -> None:
-        """Close the functions' processes, and the event loop of the `async def` functions, if it was started and no
-        function hangs. Idempotent."""
+        """Close the functions' processes, and leave a thread alone in which a function hangs. Idempotent."""
         for process in list(self._moved.values()):
             process.close()
         for watched in list(self._watches):  # of functions that hang
             watched.end()
-        if not self._one_at_a_time.acquire(timeout=CLOSE_TIMEOUT):
-            return  # the loop is running, in a thread that was abandoned
-        try:
-            runner, self._runner = self._runner, None
-            if runner is not None:
-                # In a thread: the main thread of a notebook already runs an event loop, and may not run another.
-                closer = threading.Thread(target=runner.close, name="a3po closing rewards", daemon=True)
-                closer.start()
-                closer.join(CLOSE_TIMEOUT)
-        finally:
-            self._one_at_a_time.release()
-
-    def _score_into(self, groups: Sequence[Group], futures: "list[Future[Score | Rejection]]") -> None:
-        for group, future in zip(groups, futures, strict=True):
-            try:
-                future.set_result(self(group))
-            except BaseException as error:  # otherwise a function's SystemExit would end the thread silently
-                future.set_exception(error)
-                return
+        self._thread.abandon_if_busy(CLOSE_TIMEOUT)
 
     def _result(self, future: "Future[Score | Rejection]", while_waiting: Callable[[], None]) -> Score | Rejection:
         try:
@@ -314,17 +311,18 @@ class RewardScorer:
                 f"one group. {self.describe()}\n{thread_stacks()}"
             ) from None
 
-    def _call_in_turn(self, kwargs: dict[str, Any]) -> Iterator[FunctionCall]:
+    def _call_in_turn(self, kwargs: dict[str, Any], loop: EventLoop) -> Iterator[FunctionCall]:
         """The calls of the synchronous functions."""
         for column, func in enumerate(self._funcs):
             if func is not None and column not in self._moved and not is_async(func):
                 self._raise_if_interrupted()
                 self._running = [column]
                 call = FunctionCall(column)
+                loop.make_current()
                 self._finish(call, partial(func, **self._with_loggers(kwargs, call)), kwargs)
                 yield call
 
-    def _await_together(self, kwargs: dict[str, Any]) -> Iterator[FunctionCall]:
+    def _await_together(self, kwargs: dict[str, Any], loop: EventLoop) -> Iterator[FunctionCall]:
         """The calls of the `async def` functions. They run at the same time."""
         funcs = {
             column: func
@@ -335,15 +333,14 @@ class RewardScorer:
             return
         self._raise_if_interrupted()
         self._running = list(funcs)
-        if self._runner is None:
-            self._runner = asyncio.Runner()
+        loop.make_current()
         calls = {column: FunctionCall(column) for column in funcs}
         awaitables = [
             partial(_outcome, func, self._with_loggers(kwargs, calls[column]), partial(self._watch, calls[column]))
             for column, func in funcs.items()
         ]
         try:
-            outcomes = self._runner.run(self._gather(awaitables))
+            outcomes = loop.run(self._gather(awaitables))
         except RewardError:
             raise
         except BaseException as error:  # usually of a task that one of the functions started
@@ -376,7 +373,8 @@ class RewardScorer:
                 self._watches.discard(call.watched)
 
     def _with_loggers(self, kwargs: dict[str, Any], call: FunctionCall) -> dict[str, Any]:
-        return kwargs | {"log_extra": call.log_extra, "log_metric": call.log_metric}
+        """The arguments of one function, which may change them."""
+        return plain_copy(kwargs) | {"log_extra": call.log_extra, "log_metric": call.log_metric}
 
     async def _gather(
         self, awaitables: Sequence[Callable[[], Awaitable[Callable[[], Any]]]]
@@ -399,7 +397,8 @@ class RewardScorer:
         try:
             return call()
         except BaseException as error:  # also an exit or a cancelled task; Ctrl-C is raised in the main thread
-            raise RewardError(f"{self._functions([column])} raised {error!r}.") from error
+            hint = THREAD_HINT if "thread" in str(error) else ""
+            raise RewardError(f"{self._functions([column])} raised {error!r}.{hint}") from error
 
 
 def is_async(func: Callable[..., Any]) -> bool:

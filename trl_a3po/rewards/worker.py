@@ -18,6 +18,7 @@ from trl_a3po.errors import RewardError
 from trl_a3po.protocol.records import Group, Score
 from trl_a3po.rewards.messages import pickled_score
 from trl_a3po.rewards.scorer import RewardScorer
+from trl_a3po.rewards.thread import CallingThread
 from trl_a3po.workers.channel import Channel
 from trl_a3po.workers.process import parents_channel
 
@@ -64,7 +65,12 @@ class _Scorer:
         self._completions: list[Any] = []
         self._state: Any = None
         self._scorer = RewardScorer(
-            functions, names, lambda group: self._completions, lambda group: self._state, on_column=on_column
+            functions,
+            names,
+            lambda group: self._completions,
+            lambda group: self._state,
+            on_column=on_column,
+            thread=CallingThread(),
         )
 
     def __call__(self, group: Group, completions: list[Any], state: Any) -> bytes:

@@ -15,7 +15,9 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
 from trl_a3po.protocol.records import Group
+from trl_a3po.rewards.outside_training import called_in_thread
 from trl_a3po.rewards.scorer import RewardScorer
+from trl_a3po.rewards.thread import RewardThread
 from trl_a3po.rewards.worker_pool import RewardWorkers
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ def build_scorer(trainer: "A3POTrainer", state: Callable[[Group], TrainerState])
             timeout=args.reward_timeout,
             stall_timeout=args.stall_timeout,
             own_process=own_process,
+            thread=trainer._reward_thread,
         )
     return RewardWorkers(
         functions,
@@ -69,6 +72,19 @@ def build_scorer(trainer: "A3POTrainer", state: Callable[[Group], TrainerState])
 def reward_functions(trainer: "A3POTrainer") -> list[Callable[..., Any] | None]:
     """The trainer's reward functions, with `None` in place of a reward model, which TRL runs itself."""
     return [None if isinstance(func, (str, nn.Module)) else func for func in trainer.reward_funcs]
+
+
+def new_reward_thread() -> RewardThread:
+    """The thread in which a trainer's reward functions are called, as long as the trainer lives."""
+    return RewardThread()
+
+
+def functions_outside_training(trainer: "A3POTrainer") -> list[Callable[..., Any]]:
+    """The trainer's reward functions and reward models, as TRL may call them outside of training."""
+    return [
+        func if isinstance(func, nn.Module) else called_in_thread(func, trainer._reward_thread)
+        for func in trainer.reward_funcs
+    ]
 
 
 class PublishedStates:

@@ -1,0 +1,105 @@
+"""The thread and the event loop that all reward functions of a trainer share, and the copies that they receive."""
+
+import asyncio
+import sqlite3
+import threading
+
+import pytest
+
+from tests.rewards.test_scorer import group
+from tests.runs import build
+from tests.tiny import tiny_prompts
+from trl_a3po.errors import RewardError
+from trl_a3po.rewards.scorer import RewardScorer
+from trl_a3po.rewards.thread import RewardThread
+
+
+@pytest.fixture(scope="module")
+def thread():
+    return RewardThread()
+
+
+def scorer(thread, *funcs):
+    names = [f"reward{i}" for i in range(len(funcs))]
+    return RewardScorer(funcs, names, lambda group: ["c"] * len(group.rollouts), lambda group: None, thread=thread)
+
+
+def test_all_calls_share_one_thread_and_one_current_loop(thread):
+    places = []
+
+    def synchronous(completions, **kwargs):
+        loop = asyncio.get_event_loop()
+        loop.run_until_complete(asyncio.sleep(0))
+        places.append((threading.get_ident(), loop))
+        return [0.0] * len(completions)
+
+    async def awaited(completions, **kwargs):
+        places.append((threading.get_ident(), asyncio.get_running_loop()))
+        return [0.0] * len(completions)
+
+    score = scorer(thread, synchronous, awaited)
+    score(group())
+    score.score_all([group()])
+    score.close()
+    scorer(thread, synchronous, awaited)(group())
+    assert len(places) == 6 and len(set(places)) == 1
+
+
+def test_a_function_may_close_the_loop_or_run_its_own(thread):
+    def closes(completions, **kwargs):
+        asyncio.get_event_loop().close()
+        asyncio.run(asyncio.sleep(0))
+        return [0.0] * len(completions)
+
+    async def awaited(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    score = scorer(thread, closes, awaited)
+    assert [score(group()).rewards for _ in range(2)] == [[[0.0, 1.0]] * 3] * 2
+
+
+def test_a_connection_made_by_the_script_gets_a_sentence_that_names_the_thread(thread):
+    connection = sqlite3.connect(":memory:")
+
+    def reward(completions, **kwargs):
+        connection.execute("select 1")
+
+    with pytest.raises(RewardError, match=r"in the thread 'a3po rewards'.*check_same_thread=False"):
+        scorer(thread, reward)(group())
+
+
+def test_a_function_may_change_what_it_receives(thread):
+    def extends(prompts, completions, tests, **kwargs):
+        for prompt, test in zip(prompts, tests, strict=True):
+            prompt.append({"role": "assistant", "content": "b"})
+            prompt[0]["content"] = "changed"
+            test.clear()
+        completions.clear()
+        return [float(len(prompt)) for prompt in prompts]
+
+    given = group(tests=[1, 2])
+    given.prompt.example["prompt"] = [{"role": "user", "content": "a"}]
+    assert scorer(thread, extends, extends)(given).rewards == [[2.0, 2.0]] * 3
+    assert given.prompt.example == {"prompt": [{"role": "user", "content": "a"}], "tests": [1, 2]}
+
+
+def test_training_and_evaluations_inside_and_outside_of_it_share_them(model_path, tmp_path):
+    places = set()
+
+    def synchronous(completion_ids, **kwargs):
+        places.add((threading.get_ident(), asyncio.get_event_loop()))
+        return [float(len(ids) % 3) for ids in completion_ids]
+
+    async def awaited(completion_ids, **kwargs):
+        places.add((threading.get_ident(), asyncio.get_running_loop()))
+        return [float(len(ids) % 2) for ids in completion_ids]
+
+    trainer = build(
+        model_path, tmp_path, reward_funcs=[synchronous, awaited], max_steps=1, eval_dataset=tiny_prompts(2),
+        eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    trainer.evaluate()
+    trainer.train()
+    trainer.train()
+    trainer.evaluate()
+    assert len(places) == 1

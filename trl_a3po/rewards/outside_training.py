@@ -1,0 +1,46 @@
+"""Reward functions outside of training, where TRL calls them: in `evaluate()` before or after `train()`.
+
+Guarantees: a function is called in the thread, and with the event loop, in which it is called during training.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from trl_a3po.rewards.main_thread import limits_time_in_main_thread_only, watch
+from trl_a3po.rewards.scorer import FunctionCall, is_async
+from trl_a3po.rewards.thread import EventLoop, RewardThread
+
+
+def called_in_thread(func: Callable[..., Any], thread: RewardThread) -> Callable[..., Any]:
+    """A synchronous function that calls `func` in `thread`. If `func` needs the main thread, it is called where the
+    synchronous function is called, which is the main thread."""
+
+    def call(**kwargs: Any) -> Any:
+        if thread.is_moved(func) or limits_time_in_main_thread_only(func):
+            return func(**kwargs)
+        logged = FunctionCall(column=0)
+        own = kwargs | {"log_extra": logged.log_extra, "log_metric": logged.log_metric}
+        try:
+            returned = thread.submit(partial(_call, func, own, logged)).result()
+        except BaseException:
+            if not logged.watched.asked_for:
+                raise
+        if logged.watched.asked_for:
+            return func(**kwargs)
+        for column, values in logged.extra_columns.items():
+            kwargs["log_extra"](column, values)
+        for name, value in logged.metrics:
+            kwargs["log_metric"](name, value)
+        return returned
+
+    return call
+
+
+def _call(func: Callable[..., Any], kwargs: dict[str, Any], logged: FunctionCall, loop: EventLoop) -> Any:
+    loop.make_current()
+    if is_async(func):
+        return loop.run(func(**kwargs))
+    with watch() as logged.watched:
+        returned = func(**kwargs)
+        return None if returned is None else list(returned)  # a generator runs only when its values are read
