@@ -6,6 +6,7 @@ import os
 import random
 import re
 from dataclasses import replace
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -102,6 +103,14 @@ def test_an_empty_queue_comes_back(tmp_path):
     state = QueueState(0, 0, 0, 0, 0, Outcomes(0, 0, {}, {}, 0, 0), [])
     assert through_files(state, tmp_path) == state
     assert state.first_row == 0
+
+
+def test_what_json_does_not_know_is_saved_as_text(tmp_path):
+    logged = [Decimal("1.5"), {1: {2}}]
+    score = Score([[0.0], [1.0]], {"parsed": logged, "numbers": [np.float32(0.5), (1, None)]})
+    item = OutstandingState(0, [1], 0, 1, rollouts=[make_rollout([0]), make_rollout([0])], score=score)
+    saved = through_files(QueueState(0, 1, 0, 0, 0, Outcomes(0, 0, {}, {}, 0, 0), [item]), tmp_path)
+    assert saved.outstanding[0].score.extra_columns == {"parsed": ["1.5", {"1": "{2}"}], "numbers": [0.5, [1, None]]}
 
 
 def test_what_numpy_and_torch_logged_is_saved_as_numbers(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trl_a3po.errors import RewardError
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Rollout, Score
-from trl_a3po.rollout.group_filter import GroupFilter, has_no_variance
+from trl_a3po.rollout.group_filter import NO_VARIANCE, GroupFilter, has_no_variance
 
 NAN = math.nan
 
@@ -69,7 +69,9 @@ def test_a_group_is_dropped_exactly_when_its_advantages_are_zero(rewards, weight
 def test_a_dropped_group_is_not_shown_to_on_group():
     shown = []
     score = Score([[1.0], [1.0]])
-    verdict = GroupFilter(lambda group: score, drops_zero_variance=True, weights=[1.0], on_group=shown.append)(group())
+    verdict = GroupFilter(lambda group: score, drops_zero_variance=True, weights=lambda: [1.0], on_group=shown.append)(
+        group()
+    )
     assert verdict == Rejection("no variance in its rewards") and not shown
 
 
@@ -148,3 +150,25 @@ def test_what_cannot_be_trained_on_in_its_place_is_refused(change, message):
     with pytest.raises(RewardError, match="prompt 9") as error:
         filtered(change)
     assert message in str(error.value)
+
+
+def test_the_weights_are_those_of_the_moment_of_the_group():
+    weights = [1.0, 0.0]
+    score = Score([[0.0, 1.0], [1.0, 1.0]])
+    judge = GroupFilter(lambda group: score, drops_zero_variance=True, weights=lambda: weights)
+    assert judge(group()) is score
+    weights[:] = [0.0, 1.0]
+    assert judge(group()) is NO_VARIANCE
+
+
+def test_on_group_may_change_its_prompt_without_an_effect_on_the_run():
+    original = group()
+    original.prompt.example["prompt"] = [{"role": "user", "content": "a"}]
+
+    def on_group(copy):
+        copy.prompt.example["prompt"][0]["content"] = "changed"
+        copy.prompt.example["more"] = 1
+
+    accepted = GroupFilter(lambda group: Score([[0.0], [1.0]]), on_group=on_group)(original)
+    assert accepted.prompt.example["prompt"] == [{"role": "user", "content": "a"}]
+    assert "more" not in accepted.prompt.example

@@ -1,6 +1,7 @@
 """The state of a queue as JSON and tensors, and back.
 
-Guarantees: `decode_state(*encode_state(state))` equals `state`, to the last bit of every log-prob and reward.
+Guarantees: `decode_state(*encode_state(state))` equals `state`, to the last bit of every log-prob and reward. What
+`log_extra` recorded becomes text where JSON has no value for it, such as for a `Decimal`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,6 +9,7 @@ from dataclasses import asdict
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from trl_a3po.protocol.records import Rollout, Score
@@ -66,11 +68,22 @@ def _encode_item(item: OutstandingState) -> dict[str, Any]:
     values["finish_reasons"] = None if item.rollouts is None else [rollout.finish_reason for rollout in item.rollouts]
     score = item.score
     values["score"] = score and {
-        "extra_columns": score.extra_columns,
+        "extra_columns": {name: [_as_json(v) for v in values] for name, values in score.extra_columns.items()},
         "metrics": score.metrics,
         "seconds": score.seconds,
     }
     return values
+
+
+def _as_json(value: Any) -> Any:
+    """`value` with text in place of everything that JSON does not know; numbers of numpy and torch stay numbers."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else str(key): _as_json(item) for key, item in value.items()}
+    return _as_json(value.tolist()) if isinstance(value, (np.generic, np.ndarray, torch.Tensor)) else str(value)
 
 
 def _decode_item(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from trl_a3po.errors import RewardError
+from trl_a3po.protocol.plain_copy import plain_copy
 from trl_a3po.protocol.records import Group, Rejection, Rollout, Score
 
 NO_VARIANCE = Rejection("no variance in its rewards")
@@ -29,7 +30,7 @@ class GroupFilter:
     Args:
         score: group -> its rewards, or a `Rejection`.
         drops_zero_variance: reject groups whose rewards are all equal.
-        weights: one weight per reward function.
+        weights: called for each group. It returns one weight per reward function, which may change during a run.
         aggregation: `multi_objective_aggregation` of `GRPOConfig`.
         on_group: called with a copy of each scored group that the filter has not rejected. It returns `None` to accept
             the group, a `Rejection` to have it replaced, or the group to train on instead.
@@ -40,13 +41,13 @@ class GroupFilter:
         score: Callable[[Group], Score | Rejection],
         *,
         drops_zero_variance: bool = False,
-        weights: Sequence[float] = (),
+        weights: Callable[[], Sequence[float]] = tuple,
         aggregation: str = "sum_then_normalize",
         on_group: OnGroup | None = None,
     ):
         self._score = score
         self._drops_zero_variance = drops_zero_variance
-        self._weights = list(weights)
+        self._weights = weights
         self._aggregation = aggregation
         self._on_group = on_group
         self._one_at_a_time = threading.Lock()
@@ -59,13 +60,16 @@ class GroupFilter:
         score = self._score(group)
         if isinstance(score, Rejection):
             return score
-        if self._drops_zero_variance and has_no_variance(score.rewards, self._weights, self._aggregation):
+        if self._drops_zero_variance and has_no_variance(score.rewards, self._weights(), self._aggregation):
             return NO_VARIANCE
         return score if self._on_group is None else self._ask_on_group(self._on_group, group, score)
 
     def _ask_on_group(self, on_group: OnGroup, group: Group, score: Score) -> Group | Rejection:
         columns = len(score.rewards[0])
-        copy = replace(group, rollouts=[_copy(rollout) for rollout in group.rollouts], score=score)
+        prompt = replace(
+            group.prompt, example=plain_copy(group.prompt.example), token_ids=list(group.prompt.token_ids)
+        )
+        copy = replace(group, prompt=prompt, rollouts=[_copy(rollout) for rollout in group.rollouts], score=score)
         try:
             with self._one_at_a_time:
                 answer = on_group(copy)

@@ -36,7 +36,7 @@ def build_queue(
         score=GroupFilter(
             scorer,
             drops_zero_variance=args.drop_zero_variance_groups,
-            weights=trainer.reward_weights.tolist(),
+            weights=lambda: trainer.reward_weights.tolist(),
             aggregation=args.multi_objective_aggregation,
             on_group=trainer.on_group,
         ),
