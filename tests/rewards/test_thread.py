@@ -1,7 +1,9 @@
 """The thread and the event loop that all reward functions of a trainer share, and the copies that they receive."""
 
 import asyncio
+import os
 import sqlite3
+import sys
 import threading
 
 import pytest
@@ -12,6 +14,7 @@ from tests.tiny import tiny_prompts
 from trl_a3po.errors import RewardError
 from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.rewards.thread import RewardThread
+from trl_a3po.rewards.worker_pool import RewardWorkers
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,36 @@ def test_a_function_may_change_what_it_receives(thread):
     given.prompt.example["prompt"] = [{"role": "user", "content": "a"}]
     assert scorer(thread, extends, extends)(given).rewards == [[2.0, 2.0]] * 3
     assert given.prompt.example == {"prompt": [{"role": "user", "content": "a"}], "tests": [1, 2]}
+
+
+def exits_in_a_child(completions, **kwargs):
+    if (child := os.fork()) == 0:
+        sys.exit(3)
+    return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))] * len(completions)
+
+
+def returns_in_a_child(completions, **kwargs):
+    if (child := os.fork()) == 0:
+        return [7.0] * len(completions)
+    return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))] * len(completions)
+
+
+def test_a_forked_child_ends_where_it_leaves_the_function(thread):
+    score = scorer(thread, exits_in_a_child, returns_in_a_child)
+    assert score(group()).rewards == [[3.0, 0.0]] * 3
+
+
+def test_a_forked_child_does_not_answer_for_its_reward_worker():
+    def decode(group):
+        return ["c"] * len(group.rollouts)
+
+    names = ["exits", "returns"]
+    workers = RewardWorkers([exits_in_a_child, returns_in_a_child], names, decode, lambda group: None, workers=1)
+    workers.start()
+    try:
+        assert [workers(group()).rewards for _ in range(2)] == [[[3.0, 0.0]] * 3] * 2
+    finally:
+        workers.close()
 
 
 def test_training_and_evaluations_inside_and_outside_of_it_share_them(model_path, tmp_path):

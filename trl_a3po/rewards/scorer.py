@@ -19,6 +19,7 @@ import inspect
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 from collections import defaultdict
@@ -33,7 +34,7 @@ from trl_a3po.errors import RewardError, StallError
 from trl_a3po.protocol.plain_copy import plain_copy
 from trl_a3po.protocol.records import Group, Rejection, Score
 from trl_a3po.rewards.main_thread import Watch, limits_time_in_main_thread_only, watch
-from trl_a3po.rewards.thread import NAME, CallingThread, EventLoop, RewardThread
+from trl_a3po.rewards.thread import NAME, CallingThread, EventLoop, RewardThread, end_forked_child
 from trl_a3po.rewards.values import reward_values
 from trl_a3po.workers.thread_stacks import thread_stacks
 
@@ -116,6 +117,7 @@ class RewardScorer:
         self._began: float | None = None  # when scoring the present group began
         self._running: list[int] = []  # the columns that are being computed
         self._own_process = own_process
+        self._process = os.getpid()
         self._moved: dict[int, RewardWorkers] = {}  # the processes of functions that cannot run in a thread
         self._in_process: RewardWorkers | None = None  # the one of them that is scoring
         self._watches: set[Watch] = set()
@@ -395,10 +397,13 @@ class RewardScorer:
 
     def _named_on_error(self, column: int, call: Callable[[], Any]) -> Any:
         try:
-            return call()
+            returned = call()
         except BaseException as error:  # also an exit or a cancelled task; Ctrl-C is raised in the main thread
+            end_forked_child(self._process, error)
             hint = THREAD_HINT if "thread" in str(error) else ""
             raise RewardError(f"{self._functions([column])} raised {error!r}.{hint}") from error
+        end_forked_child(self._process, None)
+        return returned
 
 
 def is_async(func: Callable[..., Any]) -> bool:

@@ -7,8 +7,11 @@ process from ending.
 
 import asyncio
 import contextlib
+import os
 import queue
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -111,8 +114,33 @@ def _serve(work: "queue.SimpleQueue[Any]") -> None:
         loop.close()
 
 
+def end_forked_child(process: int, error: BaseException | None) -> None:
+    """End the process unless it is `process`. A child that a function has forked, and that leaves the function, must
+    not go on as if it were its parent.
+
+    Args:
+        process: id of the process that called the function.
+        error: what the function raised; the exit code of the child is that of a script that raises it.
+    """
+    if os.getpid() == process:
+        return
+    code = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _set_result(future: "Future[Result]", work: Callable[[EventLoop], Result], loop: EventLoop) -> None:
+    process = os.getpid()
     try:
-        future.set_result(work(loop))
+        result = work(loop)
     except BaseException as error:  # otherwise a function's SystemExit would end the thread silently
+        end_forked_child(process, error)
         future.set_exception(error)
+    else:
+        end_forked_child(process, None)
+        future.set_result(result)
