@@ -19,8 +19,7 @@ class WeightSource:
         tensors: tensors of the trained module that the weight is made of; the first one has its shape and dtype.
         value: makes the weight, detached, from the values that the module has when this is called.
         template: a tensor with the shape and dtype of the weight and arbitrary values, where `value` makes a new
-        tensor,
-            which then exists only while an engine reads it; `None` where `value` returns a view.
+            tensor, which then exists only while an engine reads it; `None` where `value` returns a view.
     """
 
     trained: bool
