@@ -118,6 +118,6 @@ def test_a_generation_config_that_is_changed_before_training_is_followed(model_p
 def test_a_temperature_that_only_one_side_follows_is_refused(model_path, tmp_path):
     trainer = build(model_path, tmp_path, engine=StubEngine(COMPLETE))
     trainer.args.temperature = 0.5
-    with pytest.raises(ValueError, match=r"temperature=1.0 .generation_config.*temperature=0.5"):
+    with pytest.raises(ValueError, match=r"args.temperature was changed from 1.0 to 0.5"):
         trainer.train()
     assert not logged(trainer, "loss")

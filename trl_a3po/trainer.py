@@ -41,6 +41,7 @@ from trl_a3po.checks.arguments import (
     check_processing_class,
     check_reward_functions,
 )
+from trl_a3po.checks.changed_arguments import SettingsOfConstruction
 from trl_a3po.checks.completions import check_completions, check_some_reward, has_reward
 from trl_a3po.checks.data import check_columns, check_dataset
 from trl_a3po.checks.noise import warn_of_noise
@@ -156,6 +157,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self._loss_metrics = LossMetrics(caches_are_kept=args.kv_on_publish != "recompute")
         normalizes = args.schedule == "periodic" and args.loss_type in STEP_NORMALIZED_LOSS_TYPES
         self._normalizer = StepNormalizer(args.steps_per_generation) if normalizes else None
+        self._built_with = SettingsOfConstruction(args)
         self._resumed: RunState | None = None
         self._current_batch = CurrentBatch()
         self._loss_inputs: dict[str, Any] | None = None  # of the loss that is being computed
@@ -175,6 +177,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             print(self.plan())
             return TrainOutput(self.state.global_step, 0.0, {})
         check_trained_before(self._trained_before, self.is_deepspeed_enabled)
+        self._built_with.check(self)
         self._trained_before = True
         with mode_of_this_thread(self.model), RankWatch(self._team, cleanup=self.close):
             try:
