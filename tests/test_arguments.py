@@ -120,7 +120,7 @@ def test_adapters_train_as_in_grpo_and_the_engine_follows_them(tmp_path, kind, s
 
 def test_a_lora_bias_without_a_bias_to_merge_it_into_is_refused(model_path, tmp_path):
     peft_config = LoraConfig(**LORA, lora_bias=True)
-    with pytest.raises(ValueError, match=r'lora_bias=True trains a bias there.*Use lora_sync="adapter"'):
+    with pytest.raises(ValueError, match=r"lora_bias=True trains a bias there.*Set lora_sync='adapter'"):
         build(model_path, tmp_path, peft_config=peft_config, lora_sync="merged")
     build(model_path, tmp_path, peft_config=peft_config, lora_sync="adapter")
 

@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from peft import LoHaConfig, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, PromptTuningConfig, ShiraConfig, get_peft_model
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -224,7 +224,19 @@ BUILT = {
         None, {"peft_config": LoraConfig(target_modules=["lm_head"])}, ValueError, "`lm_head` is not supported"),
     "an adapter that cannot be merged": (
         None, {"peft_config": LoHaConfig(target_modules=["q_proj"]), "lora_sync": "merged"}, ValueError,
-        'Use lora_sync="adapter"'),
+        "Set lora_sync='adapter'"),
+    "an adapter that vLLM cannot serve and that cannot be merged": (
+        None, {"peft_config": LoHaConfig(target_modules=["q_proj"]), "engine": "vllm"}, ValueError,
+        "Set engine='transformers', or use LoraConfig on linear layers"),
+    "virtual tokens that would be merged": (
+        None, {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "lora_sync": "merged"},
+        ValueError, "peft_config is a PromptTuningConfig"),
+    "an adapter that repeats layers": (
+        None, {"peft_config": LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 2], [0, 2]])}, ValueError,
+        "with a LoraConfig that is built from its configuration has in addition"),
+    "an adapter that reads the weights when it is made": (
+        None, {"peft_config": ShiraConfig(target_modules=["q_proj"], r=2)}, ValueError,
+        "with a ShiraConfig cannot be built without its weights"),
     "several active adapters": (
         lambda: _two_adapters(), {}, ValueError, "exactly one can be trained: call `model.set_adapter(name)` first"),
     # rewards, tools

@@ -16,7 +16,7 @@ from trl_a3po.engines.transformers.sampling import check_sampling
 from trl_a3po.engines.vllm.completions import logprobs_modes
 from trl_a3po.models.eval_mode import eval_mode
 from trl_a3po.protocol.engine import SamplingSettings
-from trl_a3po.publish.adapter_or_merged import published_spec
+from trl_a3po.publish.adapter_or_merged import check_published
 from trl_a3po.publish.quantised import is_quantised
 
 
@@ -28,7 +28,7 @@ def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling:
         )
     if any(map(is_quantised, model.parameters())):
         _check_quantised(args)
-    published_spec(args, model, model.dtype)
+    check_published(args, model)
     config = model.config.get_text_config()
     check_sampling(sampling, config.vocab_size)
     if args.engine == "vllm":

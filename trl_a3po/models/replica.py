@@ -7,7 +7,7 @@ configuration); parameters never move in memory, so a captured graph or a view o
 """
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import cast
 
 import torch
@@ -18,12 +18,15 @@ from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 
 
 def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer of `module` by name. A tensor that has several names appears once."""
+    """Every parameter and persistent buffer of `module` by name, and the buffers of adapters that a checkpoint leaves
+    out: a replica cannot compute them, because they come from random numbers or from the base weights. A tensor that
+    has several names appears once."""
     weights: dict[str, torch.Tensor] = dict(module.named_parameters())
     seen: set[int] = set()
     for path, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
-            if name not in child._non_persistent_buffers_set and id(buffer) not in seen:
+            carried = name not in child._non_persistent_buffers_set or type(child).__module__.startswith("peft.")
+            if carried and id(buffer) not in seen:
                 seen.add(id(buffer))
                 weights[f"{path}.{name}" if path else name] = buffer
     return weights
@@ -34,6 +37,52 @@ def build_replica(spec: PolicySpec, device: torch.device | str) -> nn.Module:
 
     The parameters are uninitialised until `load_update` has loaded a complete update.
     """
+    model = empty_replica(spec)
+    _materialise(model, torch.device(device), spec.dtype)
+    return model.eval().requires_grad_(False)
+
+
+def check_replica(spec: PolicySpec, shapes: Mapping[str, torch.Size]) -> None:
+    """Check that a replica of `spec` can be built and has the weights that will be sent to it. Costs no memory.
+
+    Args:
+        shapes: shape of every weight of a complete update, by name.
+
+    Raises:
+        ValueError: the replica cannot be built, or has other weights.
+    """
+    adapter = "" if spec.peft_config is None else f" with a {type(spec.peft_config).__name__}"
+    advice = "an engine cannot sample from this policy. " + (
+        "Use another model."
+        if spec.peft_config is None
+        else "Use another adapter, such as LoraConfig on linear layers."
+    )
+    try:
+        replica = empty_replica(spec)
+    except Exception as error:  # whatever the model's or the adapter's own code raises
+        raise ValueError(
+            f"A {spec.model_class.__name__}{adapter} cannot be built without its weights "
+            f"({type(error).__name__}: {str(error)[:150]}): {advice}"
+        ) from error
+    weights = named_weights(replica)
+    for what, names in (
+        ("lacks", [name for name in shapes if name not in weights]),
+        ("has in addition", [name for name in weights if name not in shapes]),
+        ("has in another shape", [name for name in weights if name in shapes and weights[name].shape != shapes[name]]),
+        (
+            "cannot compute",
+            [name for name, buffer in replica.named_buffers() if buffer.is_meta and name not in weights],
+        ),
+    ):
+        if names:
+            raise ValueError(
+                f"A {spec.model_class.__name__}{adapter} that is built from its configuration {what} "
+                f"{_some(names)}: {advice}"
+            )
+
+
+def empty_replica(spec: PolicySpec) -> nn.Module:
+    """The policy's module with parameters without memory."""
     with init_empty_weights(include_buffers=False):
         model = spec.model_class(copy.deepcopy(spec.config))
     # `init_empty_weights` replaces every parameter by a new one, which undoes the ties made by the constructor.
@@ -45,8 +94,7 @@ def build_replica(spec: PolicySpec, device: torch.device | str) -> nn.Module:
         model = get_peft_model(
             model, peft_config, spec.adapter_name, autocast_adapter_dtype=False, low_cpu_mem_usage=True
         )
-    _materialise(model, torch.device(device), spec.dtype)
-    return cast(nn.Module, model.eval().requires_grad_(False))
+    return cast(nn.Module, model)
 
 
 @torch.no_grad()
@@ -95,8 +143,10 @@ def _some(names: list[str]) -> str:
 
 
 def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give empty parameters memory on `device`, one tensor for tied ones. Buffers move and keep their dtype."""
+    """Give empty parameters and buffers memory on `device`, one tensor for tied ones. Other buffers move. Buffers keep
+    their dtype."""
     made: dict[int, nn.Parameter] = {}
+    moved: dict[int, torch.Tensor] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is None:
@@ -106,7 +156,10 @@ def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) ->
             child._parameters[name] = made[id(parameter)]
         for name, buffer in child._buffers.items():
             if buffer is not None:
-                child._buffers[name] = buffer.to(device)
+                if id(buffer) not in moved:
+                    empty = buffer.is_meta
+                    moved[id(buffer)] = torch.empty_like(buffer, device=device) if empty else buffer.to(device)
+                child._buffers[name] = moved[id(buffer)]
 
 
 def _allocated(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.vllm.adapter_support import adapter_obstacle
+from trl_a3po.models.replica import check_replica
 from trl_a3po.protocol.weights import PolicySpec
-from trl_a3po.publish.collect import policy_sources, policy_spec
-from trl_a3po.publish.merged import merged_sources, merged_spec
+from trl_a3po.publish.collect import check_adapts_weights, policy_sources, policy_spec
+from trl_a3po.publish.merged import CannotMerge, merged_sources, merged_spec
 from trl_a3po.publish.weight_sources import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -28,9 +29,27 @@ def published_spec(args: A3POConfig, model: PreTrainedModel | PeftModel, dtype: 
     Raises:
         ValueError: the model, or its adapter, cannot be rebuilt in an engine.
     """
-    if isinstance(model, PeftModel) and publishes_merged(args, model):
+    if not isinstance(model, PeftModel):
+        return policy_spec(model, dtype)
+    check_adapts_weights(model)
+    if not publishes_merged(args, model):
+        return policy_spec(model, dtype)
+    try:
         return merged_spec(model, dtype)
-    return policy_spec(model, dtype)
+    except CannotMerge as error:
+        if args.lora_sync == "merged":
+            raise ValueError(f"lora_sync='merged' {error}. {_instead_of_merging(args)}") from None
+        raise ValueError(
+            f"engine='vllm' cannot serve the adapter, because {_obstacle(args, model)}, and lora_sync='merged' "
+            f"{error}. Set engine='transformers', or use LoraConfig on linear layers."
+        ) from None
+
+
+def check_published(args: A3POConfig, model: PreTrainedModel | PeftModel) -> None:
+    """Raise `ValueError` for a policy that an engine cannot rebuild with the weights that its updates hold."""
+    spec = published_spec(args, model, model.dtype)
+    sources = published_sources(args, model)(model)
+    check_replica(spec, {name: source.shape for name, source in sources.items()})
 
 
 def published_sources(
@@ -47,8 +66,19 @@ def publishes_merged(args: A3POConfig, model: PreTrainedModel | PeftModel) -> bo
         return False
     if args.lora_sync == "merged":
         return True
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    obstacle = adapter_obstacle(model.active_peft_config, trained) if args.engine == "vllm" else None
+    obstacle = _obstacle(args, model)
     if obstacle is not None:
         logger.warning("The adapter is published merged into its weights (lora_sync='merged'), because %s.", obstacle)
     return obstacle is not None
+
+
+def _obstacle(args: A3POConfig, model: PeftModel) -> str | None:
+    """Why the engine cannot serve the adapter itself; `None` if it can."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return adapter_obstacle(model.active_peft_config, trained) if args.engine == "vllm" else None
+
+
+def _instead_of_merging(args: A3POConfig) -> str:
+    if args.engine == "vllm":
+        return "Set engine='transformers' and lora_sync='adapter', or use LoraConfig on linear layers."
+    return "Set lora_sync='adapter'."

@@ -40,17 +40,24 @@ def policy_spec(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Polic
     config = plain_config(base)
     if not isinstance(model, PeftModel):
         return PolicySpec(type(base), config, dtype)
+    check_adapts_weights(model)
     adapter = active_adapter(model)
     peft_config = copy.deepcopy(model.peft_config[adapter])
+    if isinstance(peft_config, LoraConfig):
+        # Initialisations such as PiSSA compute on weights that the replica does not have yet.
+        peft_config.init_lora_weights = False
+    return PolicySpec(type(base), config, dtype, peft_config, adapter)
+
+
+def check_adapts_weights(model: PeftModel) -> None:
+    """Raise `ValueError` for an adapter that works on the prompt: neither a replica nor merged weights would have
+    it."""
+    peft_config = model.peft_config[active_adapter(model)]
     if peft_config.is_prompt_learning:
         raise ValueError(
             f"peft_config is a {type(peft_config).__name__}: adapters that add virtual tokens to the prompt are not "
             "supported by the engine. Use an adapter on the weights, such as LoraConfig."
         )
-    if isinstance(peft_config, LoraConfig):
-        # Initialisations such as PiSSA compute on weights that the replica does not have yet.
-        peft_config.init_lora_weights = False
-    return PolicySpec(type(base), config, dtype, peft_config, adapter)
 
 
 def plain_config(base: PreTrainedModel) -> PreTrainedConfig:
@@ -94,7 +101,7 @@ def _other_adapters(model: PreTrainedModel | PeftModel) -> set[str]:
         holder
         for module in model.modules()
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-        for holder in module.adapter_layer_names
+        for holder in (*module.adapter_layer_names, *module.other_param_names)
     }
     others = set(model.peft_config) - {active_adapter(model)}
     return {f".{holder}.{adapter}." for holder in holders for adapter in others}

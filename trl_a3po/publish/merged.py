@@ -21,6 +21,10 @@ from trl_a3po.publish.collect import plain_config
 from trl_a3po.publish.weight_sources import WeightSource, local_update
 
 
+class CannotMerge(ValueError):
+    """An adapter that cannot be merged out of place. The message follows `lora_sync='merged'`."""
+
+
 def merged_spec(model: PeftModel, dtype: torch.dtype) -> PolicySpec:
     """The plain base model. Its embeddings are untied where the adapter changes only one weight of a tied pair.
 
@@ -83,9 +87,8 @@ def _walk_lora(
 ) -> Iterator[tuple[str, torch.Tensor | None, WeightSource]]:
     adapted = adapter in layer.lora_A or adapter in layer.lora_embedding_A
     if adapted and layer.lora_bias[adapter] and layer.get_base_layer().bias is None:
-        raise ValueError(
-            f'lora_sync="merged" cannot merge {path.rstrip(".")!r}: lora_bias=True trains a bias there, but the '
-            'layer itself has no bias. Use lora_sync="adapter".'
+        raise CannotMerge(
+            f"cannot merge {path.rstrip('.')!r}: lora_bias=True trains a bias there, but the layer itself has no bias"
         )
     tensors = tuple(layer.parameters())
     for name, tensor in _own(layer.get_base_layer()):
@@ -135,8 +138,8 @@ def _plain(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in ("base_layer", "original_module"))
 
 
-def _cannot_merge(module: nn.Module, path: str) -> ValueError:
-    return ValueError(
-        f'lora_sync="merged" cannot merge {path.rstrip(".")!r}, a {type(module).__name__}: only LoRA and DoRA on '
-        'linear and embedding layers, and modules_to_save, can be merged. Use lora_sync="adapter".'
+def _cannot_merge(module: nn.Module, path: str) -> CannotMerge:
+    return CannotMerge(
+        f"cannot merge {path.rstrip('.')!r}, a {type(module).__name__}: only LoRA and DoRA on linear and embedding "
+        "layers, and modules_to_save, can be merged"
     )

@@ -27,6 +27,11 @@ class WeightSource:
     value: Callable[[], torch.Tensor]
     template: torch.Tensor | None = None
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the weight, as a whole."""
+        return full_shape(self.tensors[0])
+
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor) -> "WeightSource":
         """The weight that is `tensor` itself. Training changes it if it is a parameter that requires a gradient, or a

@@ -47,7 +47,7 @@ class ModelForward:
         self._window, self._by_layer_type = check_architecture(model, deterministic=deterministic)
         # The argument's name changed in transformers 5.2x.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-        self.vocab_size = cast(int, embeddings.num_embeddings)
+        self.vocab_size = weight.shape[0]  # not `num_embeddings`, which an adapted embedding does not have
         self.context: int | None = getattr(config, "max_position_embeddings", None)
 
     def prefill(self, sequences: Sequence[Sequence[int]], pad_to: int) -> tuple[torch.Tensor, PrefillCache]:
