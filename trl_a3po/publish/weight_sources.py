@@ -16,7 +16,8 @@ class WeightSource:
 
     Args:
         trained: whether training changes the weight.
-        tensors: tensors of the trained module that the weight is made of; the first one has its shape and dtype.
+        tensors: tensors of the trained module that the weight is made of; the first one is the weight,
+            unless there is a `template`.
         value: makes the weight, detached, from the values that the module has when this is called.
         template: a tensor with the shape and dtype of the weight and arbitrary values, where `value` makes a new
             tensor, which then exists only while an engine reads it; `None` where `value` returns a view.
@@ -30,7 +31,7 @@ class WeightSource:
     @property
     def shape(self) -> torch.Size:
         """The shape of the weight, as a whole."""
-        return full_shape(self.tensors[0])
+        return full_shape(self.tensors[0] if self.template is None else self.template)  # packed, where quantised
 
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor) -> "WeightSource":
