@@ -21,6 +21,7 @@ def called_in_thread(func: Callable[..., Any], thread: RewardThread) -> Callable
             return func(**kwargs)
         logged = FunctionCall(column=0)
         own = kwargs | {"log_extra": logged.log_extra, "log_metric": logged.log_metric}
+        returned = None
         try:
             returned = thread.submit(partial(_call, func, own, logged)).result()
         except BaseException:

@@ -376,7 +376,8 @@ class RewardScorer:
 
     def _with_loggers(self, kwargs: dict[str, Any], call: FunctionCall) -> dict[str, Any]:
         """The arguments of one function, which may change them."""
-        return plain_copy(kwargs) | {"log_extra": call.log_extra, "log_metric": call.log_metric}
+        own: dict[str, Any] = plain_copy(kwargs)
+        return own | {"log_extra": call.log_extra, "log_metric": call.log_metric}
 
     async def _gather(
         self, awaitables: Sequence[Callable[[], Awaitable[Callable[[], Any]]]]

@@ -108,8 +108,9 @@ class CallingThread:
 def _serve(work: "queue.SimpleQueue[Any]") -> None:
     loop = EventLoop()
     while (submitted := work.get()) is not None:
-        _set_result(*submitted, loop)
-        del submitted  # while the thread waits, it keeps nobody's trainer alive
+        future, function = submitted
+        _set_result(future, function, loop)
+        del submitted, future, function  # while the thread waits, it keeps nobody's trainer alive
     with contextlib.suppress(RuntimeError):  # a function has left its own loop running
         loop.close()
 

@@ -84,6 +84,7 @@ def functions_outside_training(trainer: "A3POTrainer") -> list[Callable[..., Any
     return [
         func if isinstance(func, nn.Module) else called_in_thread(func, trainer._reward_thread)
         for func in trainer.reward_funcs
+        if not isinstance(func, str)  # TRL has loaded the model that a name stands for
     ]
 
 
