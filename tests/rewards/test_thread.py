@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sqlite3
 import sys
 import threading
@@ -12,6 +13,7 @@ from tests.rewards.test_scorer import group
 from tests.runs import build
 from tests.tiny import tiny_prompts
 from trl_a3po.errors import RewardError
+from trl_a3po.rewards.outside_training import called_in_thread
 from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.rewards.thread import RewardThread
 from trl_a3po.rewards.worker_pool import RewardWorkers
@@ -136,3 +138,19 @@ def test_training_and_evaluations_inside_and_outside_of_it_share_them(model_path
     trainer.train()
     trainer.evaluate()
     assert len(places) == 1
+
+
+def test_an_async_function_that_asks_for_a_signal_outside_of_training_is_awaited_in_the_main_thread():
+    async def limits_its_time(completions, log_metric, **kwargs):
+        log_metric("called", 1)
+        try:
+            before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+            signal.signal(signal.SIGUSR2, before)
+        except Exception:
+            return [0.0] * len(completions)
+        return [1.0] * len(completions)
+
+    logged = []
+    call = called_in_thread(limits_its_time, RewardThread())
+    returned = call(completions=[0, 0], log_extra=None, log_metric=lambda *metric: logged.append(metric))
+    assert returned == [1.0, 1.0] and logged == [("called", 1)]

@@ -3,6 +3,7 @@
 Guarantees: a function is called in the thread, and with the event loop, in which it is called during training.
 """
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ def called_in_thread(func: Callable[..., Any], thread: RewardThread) -> Callable
 
     def call(**kwargs: Any) -> Any:
         if thread.is_moved(func) or limits_time_in_main_thread_only(func):
-            return func(**kwargs)
+            return _call_here(func, kwargs)
         logged = FunctionCall(column=0)
         own = kwargs | {"log_extra": logged.log_extra, "log_metric": logged.log_metric}
         returned = None
@@ -28,7 +29,7 @@ def called_in_thread(func: Callable[..., Any], thread: RewardThread) -> Callable
             if not logged.watched.asked_for:
                 raise
         if logged.watched.asked_for:
-            return func(**kwargs)
+            return _call_here(func, kwargs)
         for column, values in logged.extra_columns.items():
             kwargs["log_extra"](column, values)
         for name, value in logged.metrics:
@@ -41,7 +42,16 @@ def called_in_thread(func: Callable[..., Any], thread: RewardThread) -> Callable
 def _call(func: Callable[..., Any], kwargs: dict[str, Any], logged: FunctionCall, loop: EventLoop) -> Any:
     loop.make_current()
     if is_async(func):
-        return loop.run(func(**kwargs))
+        return loop.run(_awaited(func, kwargs, logged))
     with watch() as logged.watched:
         returned = func(**kwargs)
         return None if returned is None else list(returned)  # a generator runs only when its values are read
+
+
+def _call_here(func: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    return asyncio.run(func(**kwargs)) if is_async(func) else func(**kwargs)
+
+
+async def _awaited(func: Callable[..., Any], kwargs: dict[str, Any], logged: FunctionCall) -> Any:
+    with watch() as logged.watched:  # here, because the event loop does not run in the context of its caller
+        return await func(**kwargs)
