@@ -16,7 +16,7 @@ from trl_a3po.errors import EngineError, RewardError
 from trl_a3po.objectives import asympo_loss, decoupled_loss, proximal_logps, spo_loss
 from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.rollout.queue import GenerationQueue
-from trl_a3po.session import Session
+from trl_a3po.session.evaluation import evaluation_prompts
 from trl_a3po.testing import StubEngine, scripted_completion
 
 GENERATIONS, LENGTH = 4, 8
@@ -500,11 +500,8 @@ def test_an_evaluations_publish_puts_off_no_publish_of_the_training(model_path, 
 
 def test_evaluation_batches_must_hold_whole_groups(model_path, tmp_path):
     trainer = build(model_path, tmp_path, eval_dataset=tiny_prompts(6), per_device_eval_batch_size=3)
-    trainer._session = object.__new__(Session)
-    trainer._session.published_version = trainer.state.global_step
     with pytest.raises(ValueError, match="num_generations_eval=4: set per_device_eval_batch_size"):
-        trainer._session.evaluate(trainer, [{"prompt": "w1"}] * 3)
-    trainer._session = None
+        evaluation_prompts(trainer, [{"prompt": "w1"}] * 3)
 
 
 def test_evaluation_without_training_is_trls(model_path, tmp_path):
