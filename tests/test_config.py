@@ -258,6 +258,15 @@ def test_command_lines_and_yaml_give_flags_and_lists(tmp_path):
     assert args.engine_device == ["cpu", "cpu"]
 
 
+def test_yaml_may_say_on_and_off_without_quotes(tmp_path):
+    from trl import TrlParser
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("output_dir: unused\nuse_cpu: true\npacked_forward: on\nshared_prompt: off\n")
+    (args,) = TrlParser(A3POConfig).parse_args_and_config(["--config", str(recipe)])
+    assert (args.packed_forward, args.shared_prompt) == ("on", "off")
+
+
 def test_publishing_rarely_is_fine_within_the_bound():
     config(weight_sync_steps=5, max_staleness=4)
     config(weight_sync_steps=2, num_iterations=2, max_staleness=0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tests.runs import ScriptedGRPOTrainer, build, reward
 from tests.tiny import tiny_prompts, tiny_tokenizer
@@ -138,6 +138,42 @@ def test_a_reward_cannot_change_the_mode_of_training(model_path, tmp_path):
     assert len(logged) == 8 and not any(name.startswith("eval_") for entry in logged for name in entry)
     assert "train" not in vars(trainer.model)
     assert trainer.model.eval().training is False
+
+
+class CopiesThePolicy(TrainerCallback):
+    """As a moving average of the weights is made."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            self.copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+            for copied in self.copies:
+                copied.eval()
+            self.modes = [model.training, *(copied.training for copied in self.copies)]
+
+
+def test_a_copy_of_the_policy_has_a_mode_of_its_own(model_path, tmp_path):
+    averaging = CopiesThePolicy()
+    trainer = build(model_path, tmp_path, max_steps=2, callbacks=[averaging], gradient_checkpointing=False)
+    trainer.train()
+    assert averaging.modes == [True, False, False]
+    assert len([entry for entry in trainer.state.log_history if "reward" in entry]) == 2
+    assert trainer.model.training and not averaging.copies[0].train(False).training
+    assert trainer.model.training
+
+
+class TrainsTheSameModel(TrainerCallback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            build(model, self.folder / "inner", max_steps=1, processing_class=tiny_tokenizer()).train()
+
+
+def test_another_run_of_the_model_in_the_middle_of_a_run_leaves_it_to_the_first(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, max_steps=2, callbacks=[TrainsTheSameModel(tmp_path)])
+    trainer.train()
+    assert trainer.state.global_step == 2 and "train" not in vars(trainer.model)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])

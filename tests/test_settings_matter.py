@@ -109,7 +109,7 @@ class Parts:
         self.made.clear()
         trainer = SimpleNamespace(
             args=args, reward_weights=torch.ones(1), on_group=None, reward_funcs=[len], reward_func_names=["len"],
-            processing_class=SimpleNamespace(),
+            processing_class=SimpleNamespace(), _reward_thread=None,
         )  # fmt: skip
         engine = build_engine.build_engine(args, torch.device("cpu"))
         scorer = build_scorer.build_scorer(trainer, None)

@@ -107,7 +107,8 @@ TIMEOUT = 300
 
 def done_in(folder: Path, *command: str) -> None:
     """Runs Python on the copy of the package in `folder`."""
-    env = {**os.environ, "PYTHONPATH": str(folder)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env["PYTHONPATH"] = str(folder)
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=TIMEOUT
     )

@@ -33,7 +33,7 @@ def warn_of_noise(args: A3POConfig, model: nn.Module) -> None:
 
 def noise(args: A3POConfig, model: nn.Module) -> list[tuple[str, str]]:
     """The sources of noise in the training forward of `model`, each with the setting that turns it off."""
-    config: dict[str, Any] = model.config.get_text_config().to_dict()  # type: ignore[operator,union-attr]
+    config: dict[str, Any] = model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]  # a Tensor or Module
     layers: Counter[tuple[float, bool]] = Counter()
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:

@@ -89,6 +89,9 @@ class A3POConfig(
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and torch.accelerator.is_available()
         super().__post_init__()
+        for name in ("packed_forward", "shared_prompt"):
+            if isinstance(value := getattr(self, name), bool):  # YAML reads an unquoted on or off so
+                setattr(self, name, "on" if value else "off")
         check_types(self)
         # A reward function may change the working folder of the process while a checkpoint is written.
         self.output_dir = os.path.abspath(self.output_dir)

@@ -91,7 +91,7 @@ def _check_vllm(config: "A3POConfig") -> None:
             f"engine_slots={config.engine_slots} is decided by running vLLM servers: start them with --max-num-seqs "
             f"{config.engine_slots}, and leave engine_slots out."
         )
-    _check_urls(config.vllm_server_urls or [])
+    _check_urls(list(config.vllm_server_urls or ()))
 
 
 def _check_urls(urls: list[str]) -> None:

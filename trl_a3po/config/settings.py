@@ -7,10 +7,19 @@ numbers.
 
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from trl_a3po.objectives.table import OBJECTIVES, ObjectiveSettings
 from trl_a3po.protocol.ranges import Range
+
+if TYPE_CHECKING:
+    from trl_a3po.protocol.engine import Engine
+
+    EngineChoice = str | Engine
+    Names = str | list[str] | None
+else:  # as command lines give them
+    EngineChoice = str
+    Names = list[str] | None
 
 Count = Annotated[int, Range(least=1)]
 CountOrZero = Annotated[int, Range(least=0)]
@@ -66,14 +75,14 @@ class ObjectiveChoice:
 class EngineSettings:
     """What generates completions, where, and from which weights."""
 
-    engine: str = field(  # or an engine object; the annotation is for command lines
+    engine: EngineChoice = field(
         default="transformers",
         metadata={
             "help": "What generates completions: 'transformers', 'vllm', or an object with the methods of "
             "trl_a3po.protocol.engine.Engine."
         },
     )
-    engine_device: list[str] | None = field(  # or one of them
+    engine_device: Names = field(
         default=None,
         metadata={
             "help": "Device of the engine, or several devices, each of which decodes its share of engine_slots. "
@@ -145,7 +154,7 @@ class EngineSettings:
 class VLLMSettings:
     """vLLM servers."""
 
-    vllm_server_urls: list[str] | None = field(
+    vllm_server_urls: Names = field(
         default=None,
         metadata={
             "help": "URLs of running vLLM servers to generate with. Default: the trainer starts a server on "

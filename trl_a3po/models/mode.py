@@ -1,13 +1,16 @@
 """The training mode of a model, kept from threads that do not train it.
 
-Guarantees: inside `mode_of_this_thread`, `train()` and `eval()` act for the thread that entered it and have no effect
-for any other; afterwards the model has its own methods again.
+Guarantees: inside `mode_of_this_thread`, `train()` and `eval()` of the model act for the thread that entered it and
+have no effect for any other; a copy of the model has a mode of its own; afterwards the model has its own methods
+again.
 """
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -21,13 +24,31 @@ def mode_of_this_thread(model: nn.Module) -> Iterator[None]:
     A reward function runs beside training. If it called `model.eval()` on the policy that is being trained, as it may
     where everything runs in turn, training would go on without dropout and be logged as an evaluation.
     """
-    owner, said = threading.get_ident(), threading.Event()
+    before = vars(model).get("train")
+    object.__setattr__(model, "train", _GuardedTrain(model, model.train))
+    try:
+        yield
+    finally:
+        if before is None:
+            object.__delattr__(model, "train")
+        else:
+            object.__setattr__(model, "train", before)
 
-    def train(mode: bool = True) -> nn.Module:
-        if threading.get_ident() == owner:
-            return type(model).train(model, mode)
-        if not said.is_set():
-            said.set()
+
+class _GuardedTrain:
+    """Stands for `model.train`, which `model.eval` calls too. A copy of the model gets the method of its class."""
+
+    def __init__(self, model: nn.Module, train: Callable[[bool], nn.Module]):
+        self._model = model
+        self._train = train
+        self._owner = threading.get_ident()
+        self._reported = False
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        if threading.get_ident() == self._owner:
+            return self._train(mode)
+        if not self._reported:
+            self._reported = True
             logger.warning(
                 "%s() of the policy was called in the thread %r, beside training, and has no effect there: the mode "
                 "of the policy belongs to training. A reward function that needs another mode can load a model of "
@@ -35,10 +56,10 @@ def mode_of_this_thread(model: nn.Module) -> Iterator[None]:
                 "train" if mode else "eval",
                 threading.current_thread().name,
             )
-        return model
+        return self._model
 
-    model.train = train  # type: ignore[method-assign]  # deleted below, which uncovers the method of the class
-    try:
-        yield
-    finally:
-        del model.train
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., nn.Module]:
+        return partial(type(self._model).train, memo[id(self._model)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (type(self._model).train, self._model)

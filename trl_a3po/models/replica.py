@@ -8,13 +8,15 @@ configuration); parameters never move in memory, so a captured graph or a view o
 
 import copy
 from collections.abc import Collection, Mapping
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
 
 from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
+
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 
 def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -145,21 +147,22 @@ def _some(names: list[str]) -> str:
 def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Give empty parameters and buffers memory on `device`, one tensor for tied ones. Other buffers move. Buffers keep
     their dtype."""
-    made: dict[int, nn.Parameter] = {}
-    moved: dict[int, torch.Tensor] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    buffers: dict[int, torch.Tensor] = {}
     for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                made[id(parameter)] = _allocated(parameter, device, dtype)
-            child._parameters[name] = made[id(parameter)]
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                if id(buffer) not in moved:
-                    empty = buffer.is_meta
-                    moved[id(buffer)] = torch.empty_like(buffer, device=device) if empty else buffer.to(device)
-                child._buffers[name] = moved[id(buffer)]
+        for name, parameter in _present(child._parameters):
+            if id(parameter) not in parameters:
+                parameters[id(parameter)] = _allocated(parameter, device, dtype)
+            child._parameters[name] = parameters[id(parameter)]
+        for name, buffer in _present(child._buffers):
+            if id(buffer) not in buffers:
+                empty = buffer.is_meta
+                buffers[id(buffer)] = torch.empty_like(buffer, device=device) if empty else buffer.to(device)
+            child._buffers[name] = buffers[id(buffer)]
+
+
+def _present(tensors: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
 
 
 def _allocated(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

@@ -77,7 +77,7 @@ def test_requests_of_a_killed_worker_fail_once_with_the_reason_and_a_warning(sur
     reasons = [event.reason for event in events if isinstance(event, GroupFailed)]
     assert reasons and all("SIGKILL" in reason for reason in reasons)
     assert is_reaped(pid)
-    assert any("is being restarted, restart 1 of max_restarts=" in message for message in caplog.messages)
+    assert any("is being restarted, restart 1 of engine_restarts=" in message for message in caplog.messages)
 
 
 def test_requests_and_weights_that_come_during_a_restart_are_served(survivor):
@@ -138,12 +138,12 @@ def test_after_max_restarts_every_request_has_its_event_and_wait_raises():
         engine.submit([request(1, (1, 2))])
         os.kill(second := engine.worker_pid, signal.SIGKILL)
         events = []
-        with pytest.raises(EngineError, match=r"max_restarts=1 times"):
+        with pytest.raises(EngineError, match=r"engine_restarts=1 times"):
             while True:
                 events += engine.wait(TIMEOUT)
         assert [event.request_id for event in events] == [0, 1]
         assert all(isinstance(event, GroupFailed) for event in events)
-        with pytest.raises(EngineError, match="max_restarts=1"):
+        with pytest.raises(EngineError, match="engine_restarts=1"):
             engine.submit([request(2, (1, 2))])
         assert is_reaped(first) and is_reaped(second)
     finally:

@@ -77,8 +77,8 @@ class Supervisor:
             if not ready:
                 output = self._worker.output_tail if self._worker is not None else ""
                 raise EngineError(
-                    f"The engine's worker was not ready after start_timeout={timeout:g} seconds. Set a longer "
-                    f"start_timeout if it was still loading. It printed:\n{output or '(nothing)'}"
+                    f"The engine's worker was not ready after {timeout:g} seconds. It printed:\n"
+                    f"{output or '(nothing)'}"
                 )
             self._raise_if_over()
 
@@ -283,14 +283,14 @@ class Supervisor:
             self._end_with(f"The engine's worker ended ({how}) before it was ready. {printed}")
         elif self._stats.restarts == self._max_restarts:
             self._end_with(
-                f"The engine's worker ended ({how}) after it had been restarted max_restarts={self._max_restarts} "
+                f"The engine's worker ended ({how}) after it had been restarted engine_restarts={self._max_restarts} "
                 f"times. {printed}"
             )
         else:
             self._stats.restarts += 1
             logger.warning(
-                "The engine's worker ended (%s) and is being restarted, restart %d of max_restarts=%d; %d prompts in "
-                "progress are lost. The worker's last line: %s",
+                "The engine's worker ended (%s) and is being restarted, restart %d of engine_restarts=%d; %d prompts "
+                "in progress are lost. The worker's last line: %s",
                 how,
                 self._stats.restarts,
                 self._max_restarts,
