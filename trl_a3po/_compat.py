@@ -19,6 +19,7 @@ HOOKS = {
     "_save_checkpoint": ("self", "model", "trial"),
     "_push_from_checkpoint": ("self", "checkpoint_folder"),
     "_prepare_inputs": ("self", "generation_batch"),
+    "_get_train_sampler": ("self", "dataset"),
     "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations"),
     "_generate_and_score_completions": ("self", "inputs"),
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),

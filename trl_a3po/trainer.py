@@ -19,6 +19,7 @@ forward pass of the policy except for `proximal_method="recompute"`; there are n
 """
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,13 @@ from trl_a3po.checks.changed_arguments import SettingsOfConstruction
 from trl_a3po.checks.completions import check_completions, check_some_reward, has_reward
 from trl_a3po.checks.data import check_columns, check_dataset
 from trl_a3po.checks.noise import warn_of_noise
+from trl_a3po.checks.overrides import (
+    check_first_preparation,
+    check_overrides,
+    check_own_loss,
+    check_preparation,
+    check_prepared,
+)
 from trl_a3po.checks.policy import check_policy, check_sharding, check_trained_before
 from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_schedule import check_periodic
@@ -55,6 +63,7 @@ from trl_a3po.distributed.team import Team
 from trl_a3po.forward.training import TrainingForward
 from trl_a3po.models.mode import mode_of_this_thread
 from trl_a3po.objectives import token_staleness
+from trl_a3po.objectives.inputs import per_token
 from trl_a3po.protocol.records import Group
 from trl_a3po.publish.quantised import prevent_repacking
 from trl_a3po.report.completions_table import completion_columns
@@ -72,12 +81,15 @@ from trl_a3po.session.checkpoint_hooks import CheckpointHooks
 from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.current_batch import CurrentBatch
 from trl_a3po.session.prompt_rows import check_all_rows
+from trl_a3po.session.loss_inputs import LossInputs
 from trl_a3po.session.resuming import RunState, begin_run, load_run
 from trl_a3po.session.sampling import sampling_settings
 from trl_a3po.session.temporarily import temporarily
 from trl_a3po.step_normalizer import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
 
 check_trl_hooks(GRPOTrainer)
+
+logger = logging.getLogger(__name__)
 
 RewardFunction = str | PreTrainedModel | Callable[..., Any]
 """A function, a reward model or its name. Unlike with TRL's annotation, a function may return `list[float]`."""
@@ -141,6 +153,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         check_dataset(args, self.train_dataset, self.processing_class)
         check_columns("eval_dataset", self.eval_dataset)
         prevent_repacking(self.accelerator.unwrap_model(self.model))
+        check_overrides(self, A3POTrainer)
         self.on_group = on_group
         models: list[nn.Module] = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         self._training_forward = TrainingForward(args, self.accelerator, models)
@@ -160,7 +173,9 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self._built_with = SettingsOfConstruction(args)
         self._resumed: RunState | None = None
         self._current_batch = CurrentBatch()
-        self._loss_inputs: dict[str, Any] | None = None  # of the loss that is being computed
+        self._loss_inputs: LossInputs | None = None  # of TRL's loss, until it has asked for the log-probs
+        self._micro_batch: LossInputs | None = None  # what the loss of this micro-step was given
+        self._objective_applied = self._own_loss_reported = False
         check_all_rows(self)
 
     # --- a run's beginning and end ------------------------------------------------------------------------------
@@ -176,6 +191,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         if self.args.dry_run:
             print(self.plan())
             return TrainOutput(self.state.global_step, 0.0, {})
+        check_overrides(self, A3POTrainer)
         check_trained_before(self._trained_before, self.is_deepspeed_enabled)
         self._built_with.check(self)
         self._trained_before = True
@@ -234,6 +250,18 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     # --- taking a batch -----------------------------------------------------------------------------------------
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        prepared = self._prepared_inputs(generation_batch)
+        if "behavior_versions" not in prepared:  # an evaluation outside of training
+            return prepared
+        inputs = dict(prepared)
+        if self.args.recomputes_proximal:
+            inputs["recomputed_logps"] = inputs["old_per_token_logps"]
+        # What a loss of the user's own corrects for; TRL's loss is given the objective's anchor.
+        inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"]
+        self._micro_batch, self._objective_applied = LossInputs(inputs), False
+        return self._micro_batch
+
+    def _prepared_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if self.model.training:
             if not self._running:
                 with self._timed("a3po/time/engine_start"):
@@ -264,9 +292,27 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        number = self._step % self.args.steps_per_generation
+        number, self._micro_batch = self._step % self.args.steps_per_generation, None
         loss = super().training_step(model, inputs, num_items_in_batch)
+        self._check_loss()
         return loss if self._normalizer is None else self._normalizer.correct(number, loss, model.parameters())
+
+    def _check_loss(self) -> None:
+        """Raise an error if what was trained was not a batch of the engine, or was trained without a correction."""
+        name, inputs = type(self).__name__, self._micro_batch
+        check_prepared(name, inputs is not None)
+        if inputs is None or self._objective_applied:
+            return
+        check_own_loss(name, inputs.read, inputs["staleness"])
+        if not self._own_loss_reported:
+            self._own_loss_reported = True
+            logger.warning(
+                "%s trains a loss of its own, which does not call super()._compute_loss: the settings of objective=%r "
+                "do not apply, and inputs['old_per_token_logps'] holds the log-probs of the policy that sampled the "
+                "tokens.",
+                name,
+                self.args.objective,
+            )
 
     def _start_session(self) -> None:
         policy = build_policy(self)
@@ -354,6 +400,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         rows = self._current_batch.rows
         if rows is None:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        self._current_batch.sampled = True
         if [list(ids) for ids in prompt_ids] != [group.prompt.token_ids for group, _ in rows]:
             raise RuntimeError(
                 "The tokens of the batch's prompts are not those that were submitted to the engine: an override of "
@@ -369,6 +416,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         if rows is None:
             with temporarily(self, reward_funcs=functions_outside_training(self)):
                 return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._current_batch.scored = True
         replay_logs(rows, self._log_completion_extra, self._log_metric)
         if self.log_completions:
             for column, values in completion_columns(rows, self.state.global_step).items():
@@ -381,11 +429,23 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if self._current_batch.rows is None:
+        if not self._running:
             return super()._generate_and_score_completions(inputs)
+        current = self._current_batch
+        check_first_preparation(current.rows)
+        current.sampled = current.scored = False
         compares = self._starts_comparison()
         with self._old_logps_only_if(self.args.recomputes_proximal or compares):
             batch = super()._generate_and_score_completions(inputs)
+        rows = current.pop_rows()
+        check_preparation(
+            type(self).__name__,
+            batch,
+            rows,
+            pad_token_id=self._tokenizer.pad_token_id,
+            sampled=current.sampled,
+            scored=current.scored,
+        )
         if compares:
             batch["compared_logps"] = batch.pop("old_per_token_logps")
         number_of_rows, length = batch["completion_ids"].shape
@@ -393,7 +453,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         if self.log_completions and self.model.training:
             first = (self._current_batch.take_number * self._team.size + self._team.rank) * number_of_rows
             batch["log_row"] = torch.arange(first, first + number_of_rows, device=device)
-        batch["behavior_versions"] = behavior_versions(self._current_batch.pop_rows(), length).to(device)
+        batch["behavior_versions"] = behavior_versions(rows, length).to(device)
         batch["staleness"] = token_staleness(batch["behavior_versions"], self.state.global_step)
         return batch
 
@@ -421,15 +481,22 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         if "behavior_versions" not in inputs:
             return super()._compute_loss(model, inputs)
-        inputs = self._loss_inputs = dict(inputs)
+        # TRL reads the advantages and the anchor after the log-probs, which is when the objective has put them there.
+        inputs = self._loss_inputs = LossInputs(dict(inputs), not_ready=("advantages", "old_per_token_logps"))
         try:
             loss = super()._compute_loss(model, inputs)
             if self._loss_inputs is not None:
                 raise RuntimeError(
                     "GRPOTrainer._compute_loss did not ask for log-probs: the objective was not applied."
                 )
+            if not {"advantages", "old_per_token_logps"} <= inputs.read:
+                raise RuntimeError(
+                    "GRPOTrainer._compute_loss did not read the advantages and the anchor after it asked for the "
+                    'log-probs, so that the objective was not applied: pip install "trl>=1.16,<1.17".'
+                )
         finally:
             self._loss_inputs = None
+        self._objective_applied = True
         return loss
 
     def _get_per_token_logps_and_entropies(
@@ -440,10 +507,12 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         # Only once per loss: TRL reads the anchor and the advantages after this call.
         inputs, self._loss_inputs = self._loss_inputs, None
         if inputs is not None:
+            inputs.ready()
             self._apply_objective(outputs[0], inputs)
+            inputs.read.clear()
         return outputs
 
-    def _apply_objective(self, policy_logps: torch.Tensor, inputs: dict[str, Any]) -> None:
+    def _apply_objective(self, policy_logps: torch.Tensor, inputs: LossInputs) -> None:
         """Put the anchor and the weighted advantages into `inputs`, with which TRL's loss is the objective's."""
         advantages, version = inputs["advantages"], self.state.global_step
         epsilons = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
@@ -454,10 +523,10 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             inputs["staleness"],
             advantages,
             inputs["completion_mask"],
-            recomputed_logps=inputs.get("old_per_token_logps"),
+            recomputed_logps=inputs.get("recomputed_logps"),
             **epsilons,
         )
-        inputs["old_per_token_logps"], inputs["advantages"] = anchor, advantages.unsqueeze(1) * weight
+        inputs["old_per_token_logps"], inputs["advantages"] = anchor, per_token(advantages) * weight
         if "log_row" in inputs:
             self._current_batch.row_weights.add(inputs["log_row"], weight, inputs["completion_mask"])
         if not self.model.training:

@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from trl_a3po.objectives.inputs import blank, check_shapes, staleness_inside, upcast
+from trl_a3po.objectives.inputs import blank, check_shapes, per_token, staleness_inside, upcast
 from trl_a3po.objectives.stats import Tally
 
 
@@ -37,7 +37,7 @@ class ProximalComparison(Tally):
         """
         check_shapes(mask, advantages, policy_logps=policy_logps, behavior_logps=behavior_logps, staleness=staleness)
         check_shapes(mask, proximal_logps=proximal_logps, recomputed_logps=recomputed_logps)
-        mask, A = mask.bool(), advantages.unsqueeze(1)
+        mask, A = mask.bool(), per_token(advantages)
         tensors = upcast(policy_logps, behavior_logps, proximal_logps, recomputed_logps)
         lt, lb, lp, recomputed = blank(mask, *tensors)
         values = {"gap": (lp - recomputed).abs()}

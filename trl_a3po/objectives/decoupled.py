@@ -17,6 +17,7 @@ from trl_a3po.objectives.inputs import (
     check_option,
     check_shapes,
     checked_inputs,
+    per_token,
     recomputed_inside,
     upcast,
 )
@@ -52,7 +53,7 @@ def decoupled_loss(
         policy_logps: `lt`, `(B, T)`, with gradient.
         behavior_logps: `lb`, `(B, T)`.
         proximal_logps: `lp`, `(B, T)`, from the function of that name or from a forward at `take`.
-        advantages: `A`, `(B,)`.
+        advantages: `A`, `(B,)` or `(B, T)`.
         mask: `(B, T)`, non-zero where a token counts.
         epsilon_low, epsilon_high: the clip band of `r`.
         weight_cap, weight_mode: how `w` is capped, see `behavior_weight`.
@@ -73,7 +74,7 @@ def decoupled_loss(
     ratios = _ratios(lt, lb, lp, mask, weight_level)
     w = apply_cap(ratios["w"], weight_cap, weight_mode)
     r = torch.exp(at_level(lt - lp, mask, weight_level))
-    A = advantages.to(lt.dtype).unsqueeze(1)
+    A = per_token(advantages).to(lt.dtype)
     loss = -w * torch.min(r * A, r.clamp(1 - epsilon_low, 1 + epsilon_high) * A)
 
     events = _events(ratios, A, epsilon_low, epsilon_high, weight_cap, weight_mode)
@@ -102,7 +103,7 @@ def decoupled_anchor(
     Args:
         policy_logps, behavior_logps: `lt` and `lb`, `(B, T)`.
         staleness: `d`, `(B, T)` integers.
-        advantages: `A`, `(B,)`; with the epsilons, only for the clip statistics.
+        advantages: `A`, `(B,)` or `(B, T)`; with the epsilons, only for the clip statistics.
         mask: `(B, T)`, non-zero where a token counts.
         proximal_method: a method of `proximal_logps`, or `"recompute"`.
         recomputed_logps: `(B, T)`, from a forward with the weights at `take`; with `"recompute"` and only then.
@@ -136,7 +137,7 @@ def decoupled_anchor(
     ratios = _ratios(lt, lb, lp, mask, weight_level)
     w = apply_cap(ratios["w"], weight_cap, weight_mode)
 
-    events = _events(ratios, advantages.unsqueeze(1), epsilon_low, epsilon_high, weight_cap, weight_mode)
+    events = _events(ratios, per_token(advantages), epsilon_low, epsilon_high, weight_cap, weight_mode)
     if proximal_method in ("loglinear", "linear"):
         events["interpolation_weight"] = interpolation_weight(d, fresh)
     return anchor_outside(mask, lp, policy_logps), w, DecoupledStats.of(ratios | events, mask, d)

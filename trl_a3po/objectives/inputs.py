@@ -15,18 +15,25 @@ def check_option(name: str, value: str, options: tuple[str, ...]) -> None:
 
 
 def check_shapes(mask: torch.Tensor, advantages: torch.Tensor | None = None, **logps: torch.Tensor) -> None:
-    """Raises `ValueError` unless every tensor of `logps` has the mask's shape `(B, T)` and `advantages` has `(B,)`."""
+    """Raises `ValueError` unless every tensor of `logps` has the mask's shape `(B, T)` and `advantages` has `(B,)`,
+    `(B, 1)` or `(B, T)`."""
     for name, tensor in logps.items():
         if tensor.shape != mask.shape:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)} but mask has {tuple(mask.shape)}: pass both aligned with the "
                 "completion tokens, (B, T)."
             )
-    if advantages is not None and advantages.shape != mask.shape[:1]:
+    rows = mask.shape[:1]
+    if advantages is not None and advantages.shape not in (rows, (*rows, 1), mask.shape):
         raise ValueError(
             f"advantages has shape {tuple(advantages.shape)} but mask has {tuple(mask.shape)}: pass one advantage per "
-            "row, (B,)."
+            "row, (B,), or one per token, (B, T)."
         )
+
+
+def per_token(advantages: torch.Tensor) -> torch.Tensor:
+    """Advantages `(B,)`, `(B, 1)` or `(B, T)` in a shape that broadcasts over tokens, as TRL's loss takes them."""
+    return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
 
 
 def upcast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from trl_a3po.objectives.inputs import anchor_outside, checked_inputs, recomputed_inside
+from trl_a3po.objectives.inputs import anchor_outside, checked_inputs, per_token, recomputed_inside
 from trl_a3po.objectives.objective import Need, Objective, SettingsOfObjective
 from trl_a3po.objectives.proximal import TOKEN_LOSS_TYPES, ProximalSettings
 from trl_a3po.objectives.stats import DecoupledStats
@@ -39,7 +39,7 @@ def masked_is_anchor(
     Args:
         policy_logps, behavior_logps: `lt` and `lb`, `(B, T)`.
         staleness: `d`, `(B, T)` integers, only for the statistics.
-        advantages: `A`, `(B,)`; with the epsilons, only for the clip statistics.
+        advantages: `A`, `(B,)` or `(B, T)`; with the epsilons, only for the clip statistics.
         mask: `(B, T)`, non-zero where a token counts.
         recomputed_logps: `lp`, `(B, T)`, from a forward with the weights at `take`. None takes the current policy,
             which is the same at the only optimizer step of a batch.
@@ -62,7 +62,7 @@ def masked_is_anchor(
     lp = recomputed_inside(mask, recomputed_logps, lt)
     w, r = torch.exp(lp - lb), torch.exp(lt - lp)
     kept = (w >= lower) & (w <= upper)
-    A = advantages.unsqueeze(1)
+    A = per_token(advantages)
     clip = {
         "clip_low": (r < 1 - epsilon_low) & (A < 0),
         "clip_high": (r > 1 + epsilon_high) & (A > 0),

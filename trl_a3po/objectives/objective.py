@@ -40,7 +40,8 @@ class Objective:
         formula: what is minimised for a token, as Markdown.
         paper: the source, as Markdown.
         anchor: `(policy_logps, behavior_logps, staleness, advantages, mask, **options) -> (anchor_logps, weight,
-            stats)`, all tensors `(B, T)` but the advantages, `(B,)`; anchor and weight are detached.
+            stats)`, all tensors `(B, T)` but the advantages, `(B,)` or, if the objective allows it, `(B, T)`; anchor
+            and weight are detached.
         arguments: field of `A3POConfig` -> the option of `anchor` that takes its value.
         plan: settings -> the words of the plan.
         needs: the settings that the objective restricts.
@@ -79,7 +80,7 @@ class Objective:
         Args:
             settings: an object with the fields that `arguments` names, as `A3POConfig` is.
             policy_logps, behavior_logps, staleness, mask: `(B, T)`.
-            advantages: `(B,)`.
+            advantages: `(B,)` or, if the objective allows it, `(B, T)`.
             recomputed_logps: `(B, T)`, from a forward pass with the weights at the take, or `None`.
             epsilon_low, epsilon_high: the clip band of the ratio to the proximal policy.
         """

@@ -30,6 +30,11 @@ def row_scale(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`S` and `A`, `(B,)`, both 0 for a row without tokens, and which rows have tokens."""
     check_shapes(mask, advantages, policy_logps=policy_logps)
+    if advantages.dim() != 1:
+        raise ValueError(
+            f"advantages has shape {tuple(advantages.shape)}, but this objective scales a row by its one advantage: "
+            "pass (B,), or set objective='decoupled' for an advantage per token."
+        )
     mask = mask.bool()
     rows = mask.any(-1)
     (lt,) = blank(mask, *upcast(policy_logps))

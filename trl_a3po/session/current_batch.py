@@ -12,6 +12,7 @@ class CurrentBatch:
 
     Args:
         rows: this process's rows, one per rollout, from the take until TRL has prepared them; `None` otherwise.
+        sampled, scored: TRL has asked for the completions, and for the rewards, of `rows`.
         take_number: number of the last take within its generation batch. It is 0 unless `schedule="periodic"`, where
             every micro-step takes its own groups.
         has_reward: some group of the takes so far has a reward.
@@ -20,6 +21,8 @@ class CurrentBatch:
     """
 
     rows: list[Row] | None = None
+    sampled: bool = False
+    scored: bool = False
     take_number: int = 0
     has_reward: bool = False
     compared_at: int | None = None

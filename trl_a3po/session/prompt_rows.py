@@ -1,7 +1,8 @@
 """The prompts of a run: rows of the trainer's dataset, tokenised as TRL tokenises them.
 
-Guarantees: with the same seed, rows come in the order of GRPOTrainer, also in a run that is resumed; no row is read
-before it is requested; a row that does not fit does not end a run (`tokenize_or_leave_out`).
+Guarantees: with the same seed, rows come in the order of GRPOTrainer, also in a run that is resumed and with a sampler
+of the user's own; no row is read before it is requested; a row that does not fit does not end a run
+(`tokenize_or_leave_out`).
 """
 
 import itertools
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from datasets import IterableDataset
-from trl.trainer.utils import RepeatSampler
+from torch.utils.data import DistributedSampler
 
 from trl_a3po.checks.data import OverlongPrompt, check_prompt, check_prompt_ids, check_rows
 
@@ -29,15 +30,7 @@ def prompt_rows(trainer: "A3POTrainer", first_row: int = 0) -> Iterator[dict[str
         rows = _streamed_rows(dataset.shuffle(seed=args.seed) if trainer.shuffle_dataset else dataset, groups)
         rows = itertools.islice(rows, first_row, None)
     else:
-        sampler = RepeatSampler(
-            data_source=dataset,
-            mini_repeat_count=1,
-            batch_size=groups,
-            shuffle=trainer.shuffle_dataset,
-            seed=args.seed,
-        )
-        indices = itertools.chain.from_iterable(itertools.repeat(sampler))
-        rows = (dataset[index] for index in itertools.islice(indices, first_row, None))
+        rows = (dataset[index] for index in itertools.islice(_sampled_rows(trainer), first_row, None))
     for row in rows:
         yield _used_columns(trainer, row)
 
@@ -92,6 +85,44 @@ def _text_bytes(prompt: str | list[dict[str, Any]]) -> int:
     if isinstance(prompt, str):
         return len(prompt.encode())
     return sum(len(repr(message).encode()) for message in prompt)
+
+
+def _sampled_rows(trainer: "A3POTrainer") -> Iterator[int]:
+    """Numbers of the dataset's rows, one per group, as the sampler of `_get_train_sampler` gives them to GRPOTrainer:
+    that takes `generation_batch_size` numbers for each micro-step, and generates for the first micro-step of a batch.
+
+    Raises:
+        ValueError: a batch of the sampler does not hold whole groups, or an epoch does not hold whole batches.
+    """
+    args, sampler = trainer.args, trainer._get_train_sampler(trainer.train_dataset)
+    size, group = args.generation_batch_size, args.num_generations
+    for epoch in itertools.count():
+        if isinstance(sampler, DistributedSampler):  # as accelerate does; TRL's own counts epochs itself
+            sampler.set_epoch(epoch)
+        numbers, empty = iter(sampler), True
+        for micro_step in itertools.count():
+            batch = list(itertools.islice(numbers, size))
+            if len(batch) < size:
+                break
+            if micro_step % args.micro_steps_per_generation:
+                continue
+            empty = False
+            firsts = batch[::group]
+            if batch != [number for number in firsts for _ in range(group)]:
+                raise ValueError(
+                    f"{type(trainer).__name__}._get_train_sampler gives the rows {batch[:group]} for one group: as in "
+                    f"GRPOTrainer, a sampler must give every row num_generations={group} times in succession, and "
+                    f"every batch steps_per_generation * num_iterations={args.micro_steps_per_generation} times."
+                )
+            yield from firsts
+        if batch and not args.dataloader_drop_last:
+            raise ValueError(
+                f"The sampler of {type(trainer).__name__}._get_train_sampler ends an epoch with {len(batch)} row "
+                f"numbers, fewer than generation_batch_size={size}: let it end with a whole batch, or set "
+                "dataloader_drop_last=True."
+            )
+        if empty:
+            return
 
 
 def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, Any]]:
