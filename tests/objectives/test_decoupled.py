@@ -156,7 +156,15 @@ def test_the_gradient_reaches_the_current_policy_only(make_batch):
     assert policy.grad is not None and behavior.grad is None and proximal.grad is None
 
 
-def test_advantages_per_token_are_refused():
+def test_advantages_per_token_weigh_each_token(make_batch):
+    batch = make_batch()
+    arguments = batch.fresh_policy(), batch.behavior_logps, batch.behavior_logps + 0.1
+    rows, _ = decoupled_loss(*arguments, batch.advantages, batch.mask)
+    tokens, _ = decoupled_loss(*arguments, batch.advantages[:, None].expand(batch.mask.shape), batch.mask)
+    torch.testing.assert_close(tokens, rows)
+
+
+def test_advantages_of_another_shape_are_refused():
     zeros = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"advantages has shape \(2, 3\).*one advantage per row, \(B,\)"):
-        decoupled_loss(zeros, zeros, zeros, zeros, torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"advantages has shape \(2, 2\).*one advantage per row, \(B,\)"):
+        decoupled_loss(zeros, zeros, zeros, zeros[:, :2], torch.ones(2, 3))

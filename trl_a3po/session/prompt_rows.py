@@ -99,7 +99,7 @@ def _sampled_rows(trainer: "A3POTrainer") -> Iterator[int]:
     for epoch in itertools.count():
         if isinstance(sampler, DistributedSampler):  # as accelerate does; TRL's own counts epochs itself
             sampler.set_epoch(epoch)
-        numbers, empty = iter(sampler), True
+        numbers, empty, batch = iter(sampler), True, list[int]()
         for micro_step in itertools.count():
             batch = list(itertools.islice(numbers, size))
             if len(batch) < size:
