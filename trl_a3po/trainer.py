@@ -80,8 +80,8 @@ from trl_a3po.session.build_scorer import functions_outside_training, new_reward
 from trl_a3po.session.checkpoint_hooks import CheckpointHooks
 from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.current_batch import CurrentBatch
-from trl_a3po.session.prompt_rows import check_all_rows
 from trl_a3po.session.loss_inputs import LossInputs
+from trl_a3po.session.prompt_rows import check_all_rows
 from trl_a3po.session.resuming import RunState, begin_run, load_run
 from trl_a3po.session.sampling import sampling_settings
 from trl_a3po.session.temporarily import temporarily
