@@ -7,7 +7,7 @@ of the user's own; no row is read before it is requested; a row that does not fi
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from datasets import IterableDataset
@@ -88,41 +88,50 @@ def _text_bytes(prompt: str | list[dict[str, Any]]) -> int:
 
 
 def _sampled_rows(trainer: "A3POTrainer") -> Iterator[int]:
-    """Numbers of the dataset's rows, one per group, as the sampler of `_get_train_sampler` gives them to GRPOTrainer:
-    that takes `generation_batch_size` numbers for each micro-step, and generates for the first micro-step of a batch.
+    """Numbers of the dataset's rows, one per group, as the sampler of `_get_train_sampler` gives them to GRPOTrainer.
+
+    GRPOTrainer takes `generation_batch_size` numbers for each micro-step, and generates for the first micro-step of a
+    batch.
 
     Raises:
         ValueError: a batch of the sampler does not hold whole groups, or an epoch does not hold whole batches.
     """
     args, sampler = trainer.args, trainer._get_train_sampler(trainer.train_dataset)
-    size, group = args.generation_batch_size, args.num_generations
     for epoch in itertools.count():
         if isinstance(sampler, DistributedSampler):  # as accelerate does; TRL's own counts epochs itself
             sampler.set_epoch(epoch)
-        numbers, empty, batch = iter(sampler), True, list[int]()
-        for micro_step in itertools.count():
-            batch = list(itertools.islice(numbers, size))
-            if len(batch) < size:
-                break
-            if micro_step % args.micro_steps_per_generation:
-                continue
-            empty = False
-            firsts = batch[::group]
-            if batch != [number for number in firsts for _ in range(group)]:
-                raise ValueError(
-                    f"{type(trainer).__name__}._get_train_sampler gives the rows {batch[:group]} for one group: as in "
-                    f"GRPOTrainer, a sampler must give every row num_generations={group} times in succession, and "
-                    f"every batch steps_per_generation * num_iterations={args.micro_steps_per_generation} times."
-                )
-            yield from firsts
-        if batch and not args.dataloader_drop_last:
-            raise ValueError(
-                f"The sampler of {type(trainer).__name__}._get_train_sampler ends an epoch with {len(batch)} row "
-                f"numbers, fewer than generation_batch_size={size}: let it end with a whole batch, or set "
-                "dataloader_drop_last=True."
-            )
+        empty = True
+        for micro_step, batch in enumerate(_batches(trainer, sampler)):
+            if micro_step % args.micro_steps_per_generation == 0:
+                empty = False
+                yield from _one_of_each_group(trainer, batch)
         if empty:
             return
+
+
+def _batches(trainer: "A3POTrainer", sampler: Iterable[int]) -> Iterator[list[int]]:
+    """The batches of an epoch, `generation_batch_size` row numbers each."""
+    size, numbers = trainer.args.generation_batch_size, iter(sampler)
+    while len(batch := list(itertools.islice(numbers, size))) == size:
+        yield batch
+    if batch and not trainer.args.dataloader_drop_last:
+        raise ValueError(
+            f"The sampler of {type(trainer).__name__}._get_train_sampler ends an epoch with {len(batch)} row "
+            f"numbers, fewer than generation_batch_size={size}: let it end with a whole batch, or set "
+            "dataloader_drop_last=True."
+        )
+
+
+def _one_of_each_group(trainer: "A3POTrainer", batch: list[int]) -> list[int]:
+    args, group = trainer.args, trainer.args.num_generations
+    firsts = batch[::group]
+    if batch != [number for number in firsts for _ in range(group)]:
+        raise ValueError(
+            f"{type(trainer).__name__}._get_train_sampler gives the rows {batch[:group]} for one group: as in "
+            f"GRPOTrainer, a sampler must give every row num_generations={group} times in succession, and "
+            f"every batch steps_per_generation * num_iterations={args.micro_steps_per_generation} times."
+        )
+    return firsts
 
 
 def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, Any]]:
