@@ -213,13 +213,14 @@ def test_a_server_started_here_is_stopped_after_a_failure_and_a_stale_tied_head_
 ):
     """Reloading tied weights, the build for CPUs keeps the old output layer, and says nothing."""
     pids = []
-    start = ServerProcess.start
+    start = ServerProcess._start
 
     def started(process):
-        start(process)
-        pids.append(process.pid)
+        popen = start(process)
+        pids.append(popen.pid)
+        return popen
 
-    monkeypatch.setattr(ServerProcess, "start", started)
+    monkeypatch.setattr(ServerProcess, "_start", started)
     trainer = trainer_of(tied_model, tmp_path, False, vllm_python=vllm_python, engine_threads=1, engine_slots=8)
     with pytest.raises(DeliveryError, match="untied copy of lm_head"):
         trainer.train()

@@ -32,7 +32,7 @@ class ServerProcess:
     """
     Args:
         python: an interpreter that can import vLLM.
-        needs: what it serves, and how.
+        requirements: what it serves, and how.
         device: where it computes; "cpu", or a GPU, of which it then sees no other.
         log: file it prints to.
         threads: its CPU threads; `None` for those of the environment.
