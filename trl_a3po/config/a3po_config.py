@@ -164,12 +164,7 @@ class A3POConfig(
     @property
     def groups_per_batch(self) -> int:
         """The prompts of one generation batch."""
-        return _derived(self.generation_batch_size) // self.rollouts_per_group
-
-    @property
-    def rollouts_per_group(self) -> int:
-        """`num_generations`, as a number."""
-        return _derived(self.num_generations)
+        return self.generation_batch_size // self.num_generations
 
     @property
     def groups_per_take(self) -> int:
@@ -180,7 +175,7 @@ class A3POConfig(
     @property
     def takes_per_generation(self) -> int:
         """Takes that hand out a generation batch: one, or, with `schedule="periodic"`, one in each micro-step."""
-        return _derived(self.steps_per_generation) if self.schedule == "periodic" else 1
+        return self.steps_per_generation if self.schedule == "periodic" else 1
 
     @property
     def micro_steps_per_take(self) -> int:
@@ -195,12 +190,12 @@ class A3POConfig(
     @property
     def micro_steps_per_generation(self) -> int:
         """The micro-steps that one generation batch is used for, on each process."""
-        return _derived(self.steps_per_generation) * self.num_iterations
+        return self.steps_per_generation * self.num_iterations
 
     @property
     def completions_per_micro_step(self) -> int:
         """The completions that all processes together train in one micro-step."""
-        return _derived(self.generation_batch_size) // _derived(self.steps_per_generation)
+        return self.generation_batch_size // self.steps_per_generation
 
     def _map_trl_vllm_fields(self) -> None:
         if isinstance(self.vllm_server_urls, str):
@@ -216,12 +211,6 @@ class A3POConfig(
         self.engine = "vllm"
         self.vllm_server_urls = self.vllm_server_urls or [trl_server_url(self)]
         self.use_vllm = False
-
-
-def _derived(number: int | None) -> int:
-    """A number that `GRPOConfig` derives from others where it is not given."""
-    assert number is not None
-    return number
 
 
 # The settings are described once, by the help of their fields.

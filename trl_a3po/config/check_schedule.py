@@ -105,7 +105,7 @@ def _check_sum_of_groups(config: "A3POConfig") -> None:
                 f"{name}={instead!r}, or schedule='sync'."
             )
     rows = config.completions_per_micro_step
-    if rows % config.rollouts_per_group:
+    if rows % config.num_generations:
         raise ValueError(
             f"schedule='periodic' trains whole groups in each micro-step, but the {rows} completions that "
             f"per_device_train_batch_size={config.per_device_train_batch_size} makes of it on all processes are not "
