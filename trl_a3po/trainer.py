@@ -71,7 +71,7 @@ from trl_a3po.report.loss_metrics import LossMetrics
 from trl_a3po.report.run_timeline import TimelineCallback
 from trl_a3po.report.take_metrics import TakeMetrics, add_seconds
 from trl_a3po.report.trainer_plan import trainer_plan
-from trl_a3po.rollout.batch_rows import behavior_versions, replay_logs, replayed_rewards, rollouts_of
+from trl_a3po.rollout.batch_rows import behavior_versions, replay_logs, replayed_rewards, rollouts_of, trained_mask
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.session import Session
 from trl_a3po.session.build_engine import engine_dtype, engine_slots
@@ -522,13 +522,13 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             inputs["sampling_per_token_logps"],
             inputs["staleness"],
             advantages,
-            inputs["completion_mask"],
+            trained_mask(inputs),
             recomputed_logps=inputs.get("recomputed_logps"),
             **epsilons,
         )
         inputs["old_per_token_logps"], inputs["advantages"] = anchor, per_token(advantages) * weight
         if "log_row" in inputs:
-            self._current_batch.row_weights.add(inputs["log_row"], weight, inputs["completion_mask"])
+            self._current_batch.row_weights.add(inputs["log_row"], weight, trained_mask(inputs))
         if not self.model.training:
             return
         taken_at = int((inputs["behavior_versions"] + inputs["staleness"]).max())

@@ -19,7 +19,7 @@ from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.choose_checkpoint import newest_valid
 from trl_a3po.checkpoints.queue_codec import decode_state, encode_state
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished
-from trl_a3po.protocol.records import Rejection, Rollout, Score
+from trl_a3po.protocol.records import EpisodeRecord, Rejection, Rollout, Score
 from trl_a3po.rollout.outcomes import Outcomes
 from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.rollout.queue import GenerationQueue
@@ -77,9 +77,13 @@ def resumed_core(state, version, **kwargs):
 def test_every_kind_of_outstanding_prompt_comes_back_to_the_last_bit(tmp_path):
     noise = random.Random(0)
     rollouts = [
-        Rollout([5, 70000], [-noise.random(), -1e-300], [0, -1], "length"),
+        Rollout([5, 70000], [-noise.random(), -1e-300], [0, 1], "length"),
         Rollout([7], [-float(np.float32(noise.random()))], [3], "stop"),
     ]
+    messages = [{"role": "assistant", "content": "", "tool_calls": [{"x": 1}]}, {"role": "tool", "content": "3"}]
+    episode = EpisodeRecord([{"role": "user", "content": "a"}], [1, 2], messages, 1, 2, 3, 1, 0, 0.25, "length",
+                            {"Env": 0.1, "Other": None}, {"seen": [1, "b"]}, 7)  # fmt: skip
+    several_turns = [Rollout([5, 9, 7], [-noise.random(), 0.0, -0.5], [2, -1, 3], "length", episode), rollouts[0]]
     score = Score([[0.1, math.nan], [1e-17, -2.0]], {"label": ["a", None]}, [("kl", 0.1), ("kl", 0.3)], 1.5)
     state = QueueState(
         next_take=4,
@@ -91,6 +95,7 @@ def test_every_kind_of_outstanding_prompt_comes_back_to_the_last_bit(tmp_path):
         outstanding=[
             OutstandingState(12, [1, 2], 3, 2, ["died"], rollouts, score, "1a"),
             OutstandingState(14, [3], 3, 1, [], rollouts[::-1], None),
+            OutstandingState(13, [1, 2], 2, 1, [], several_turns, None),
             OutstandingState(15, [4, 5], 2, 1),
             OutstandingState(16, [6], 0, 3, ["a", "b"]),
         ],

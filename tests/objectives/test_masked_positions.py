@@ -99,6 +99,46 @@ def test_masked_positions_change_no_anchor_and_leave_it_finite(batch, name, valu
     assert got_anchor.isfinite().all() and got_weight.isfinite().all()
 
 
+def with_tool_tokens(batch, at=(0, 2, 2), value=math.nan):
+    """The same tokens with masked ones between them, before the columns `at`, and the columns of the old ones."""
+    length = batch.mask.shape[1]
+    columns = sorted([*range(length), *(column - 0.5 for column in at)])
+    old = torch.tensor([place for place, column in enumerate(columns) if column == int(column)])
+
+    def widened(tensor, fill):
+        wide = torch.full((len(tensor), len(columns)), fill, dtype=tensor.dtype)
+        wide[:, old] = tensor
+        return wide
+
+    return old, batch.but(
+        policy_logps=widened(batch.policy_logps, value),
+        behavior_logps=widened(batch.behavior_logps, value),
+        staleness=widened(batch.staleness, 0),
+        mask=widened(batch.mask, False),
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_adding_masked_tokens_changes_nothing_but_positions(batch, name):
+    old, wider = with_tool_tokens(batch)
+    loss, grad, metrics = loss_gradient_metrics(LOSSES[name], batch)
+    got_loss, got_grad, got_metrics = loss_gradient_metrics(LOSSES[name], wider)
+    torch.testing.assert_close(got_loss.sum(), loss.sum())
+    torch.testing.assert_close(got_grad[:, old], grad)
+    assert got_grad.count_nonzero() == grad.count_nonzero() > 0
+    assert got_metrics == pytest.approx(metrics, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", ANCHORS)
+def test_adding_masked_tokens_moves_anchors_and_weights_with_their_tokens(batch, name):
+    old, wider = with_tool_tokens(batch)
+    anchor, weight, stats = ANCHORS[name](*batch.args())
+    got_anchor, got_weight, got_stats = ANCHORS[name](*wider.args())
+    torch.testing.assert_close(got_anchor[:, old][batch.mask], anchor[batch.mask])
+    torch.testing.assert_close(got_weight.expand_as(wider.mask)[:, old], weight.expand_as(batch.mask))
+    assert got_stats.metrics() == pytest.approx(stats.metrics(), nan_ok=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_mask_may_have_any_dtype(batch, name, dtype):

@@ -12,7 +12,9 @@ from trl_a3po.rollout.prompt_stream import PromptStream
 
 
 def make_rollout(versions):
-    return Rollout(token_ids=[1] * len(versions), logps=[-1.0] * len(versions), versions=list(versions))
+    return Rollout(
+        token_ids=[1] * len(versions), logps=[-1.0 if v >= 0 else 0.0 for v in versions], versions=list(versions)
+    )
 
 
 def make_prompts(number=None, tokenize=lambda row: [1, row["number"]]):

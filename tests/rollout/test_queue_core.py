@@ -347,10 +347,14 @@ def test_a_version_below_minus_one_raises():
 
 
 def test_tokens_that_no_policy_sampled_have_no_age():
-    core = make_core(batch=1, version_of_take=lambda take: 9, bound=9)
-    finish(core, core.submissions()[0].request_id, versions=[-1, -1])
+    core = make_core(batch=1, version_of_take=lambda take: 9, bound=5)
+    core.published(4)
+    finish(core, core.submissions()[0].request_id, versions=[4, -1, 7])
     score_all(core)
-    assert core.try_take(9)[0].rollouts[0].versions == [-1, -1]
+    core.published(9)
+    (group,) = core.try_take(9)
+    assert group.rollouts[0].versions == [4, -1, 7]
+    assert group.rollouts[0].sampled_versions == [4, 7]
 
 
 def test_an_event_for_an_unknown_request_raises():

@@ -23,7 +23,7 @@ import torch
 STATE = "a3po_state.json"
 GROUPS = "a3po_groups.safetensors"
 MARKER = "a3po_complete.json"
-FORMAT = 3
+FORMAT = 4
 LEAST_LATER = 0.001  # seconds between the times of two markers
 
 

@@ -1,18 +1,18 @@
 """The state of a queue as JSON and tensors, and back.
 
 Guarantees: `decode_state(*encode_state(state))` equals `state`, to the last bit of every log-prob and reward. What
-`log_extra` recorded becomes text where JSON has no value for it, such as for a `Decimal`.
+`log_extra` recorded, and what an episode holds, becomes text where JSON has no value for it, such as for a `Decimal`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from trl_a3po.protocol.records import Rollout, Score
+from trl_a3po.protocol.records import EpisodeRecord, Rollout, Score
 from trl_a3po.rollout.outcomes import Outcomes
 from trl_a3po.rollout.queue_state import OutstandingState, QueueState
 
@@ -66,6 +66,7 @@ def _encode_item(item: OutstandingState) -> dict[str, Any]:
     values = {name: getattr(item, name) for name in ITEM_SCALARS}
     values["failures"] = item.failures
     values["finish_reasons"] = None if item.rollouts is None else [rollout.finish_reason for rollout in item.rollouts]
+    values["episodes"] = None if item.rollouts is None else [_encode_episode(rollout) for rollout in item.rollouts]
     score = item.score
     values["score"] = score and {
         "extra_columns": {name: [_as_json(v) for v in values] for name, values in score.extra_columns.items()},
@@ -73,6 +74,11 @@ def _encode_item(item: OutstandingState) -> dict[str, Any]:
         "seconds": score.seconds,
     }
     return values
+
+
+def _encode_episode(rollout: Rollout) -> dict[str, Any] | None:
+    episode = rollout.episode
+    return episode and {field.name: _as_json(getattr(episode, field.name)) for field in fields(episode)}
 
 
 def _as_json(value: Any) -> Any:
@@ -90,10 +96,12 @@ def _decode_item(
     values: dict[str, Any], columns: Iterator[list[Any]], rewards: Iterator[list[float]]
 ) -> OutstandingState:
     values = dict(values)
-    reasons, saved_score = values.pop("finish_reasons"), values.pop("score")
+    reasons, episodes, saved_score = (values.pop(name) for name in ("finish_reasons", "episodes", "score"))
     if reasons is None:
         return OutstandingState(**values)
-    rollouts = [_decode_rollout(next(columns), reason) for reason in reasons]
+    rollouts = [
+        _decode_rollout(next(columns), reason, episode) for reason, episode in zip(reasons, episodes, strict=True)
+    ]
     score = None
     if saved_score is not None:
         metrics = [(name, value) for name, value in saved_score["metrics"]]
@@ -102,6 +110,8 @@ def _decode_item(
     return OutstandingState(**values, rollouts=rollouts, score=score)
 
 
-def _decode_rollout(columns: list[Any], finish_reason: Literal["stop", "length"]) -> Rollout:
+def _decode_rollout(
+    columns: list[Any], finish_reason: Literal["stop", "length"], episode: dict[str, Any] | None
+) -> Rollout:
     token_ids, logps, versions = columns
-    return Rollout(token_ids, logps, versions, finish_reason)
+    return Rollout(token_ids, logps, versions, finish_reason, None if episode is None else EpisodeRecord(**episode))

@@ -26,10 +26,10 @@ def check_completions(groups: Sequence[Group], max_completion_length: int, vocab
                     f"{where} of {len(rollout.token_ids)} tokens, more than max_completion_length="
                     f"{max_completion_length}: the engine must stop there."
                 )
-            if min(rollout.versions) < 0:
+            if rollout.episode is None and min(rollout.versions) < 0:
                 raise EngineError(
-                    f"{where} that holds tokens of version -1, which no policy sampled. Such tokens, of tools for "
-                    "example, cannot be trained with yet: the engine must leave them out."
+                    f"{where} that holds tokens of version -1, which no policy sampled. Only an episode has such "
+                    "tokens, between its turns: the engine must leave them out."
                 )
 
 

@@ -1,35 +1,76 @@
 """The plain records that move from the prompt stream to the trainer: no tensors, no threads, no model.
 
 Guarantees: the three lists of a `Rollout` are aligned, with one entry per generated token; a `Group` holds every
-rollout of its prompt.
+rollout of its prompt; a token has version -1 exactly where no policy sampled it, and such a token has log-prob 0.
 """
 
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+EpisodeEnd = Literal["done", "length", "overlong tool result", "iteration limit"]
+"""How an episode ended: by itself; with `max_completion_length` tokens; because the result of a tool did not fit into
+them; or at `max_tool_calling_iterations`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRecord:
+    """What a rollout of several turns is beside its tokens.
+
+    Args:
+        prompt: the prompt as reward functions receive it, text or messages. An environment may have added to it.
+        prompt_ids: its tokens.
+        messages: the completion as reward functions receive it: text, or the messages of all turns.
+        first_turn: how many tokens of the completion belong to the first turn.
+        turns: how often the policy was sampled from.
+        tool_calls, tool_failures: how many tools were called, and how many of the calls failed.
+        tool_timeouts: how many of the calls that failed took longer than `tool_timeout`.
+        tool_seconds: time in which the policy waited for tools and for the environment.
+        end: how the episode ended.
+        rewards: reward by the name of its column, for rewards that the episode itself gives; `None` is no reward.
+        columns: values of this rollout that reward functions receive by name, beside the columns of the dataset.
+        key: number of the episode within its run.
+    """
+
+    prompt: Any
+    prompt_ids: list[int]
+    messages: Any
+    first_turn: int
+    turns: int = 1
+    tool_calls: int = 0
+    tool_failures: int = 0
+    tool_timeouts: int = 0
+    tool_seconds: float = 0.0
+    end: EpisodeEnd = "done"
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    key: int = -1
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One completion of T tokens, as the engine sampled it.
+    """One completion of T tokens, as the engine sampled it, or of several turns, with the tokens of tools in between.
 
     Args:
-        token_ids: the T generated tokens, including the stop token.
+        token_ids: the T tokens, including stop tokens.
         logps: log-prob of each token under the policy that sampled it (temperature applied, no top-p/top-k
             renormalisation, fp32).
         versions: version of the policy whose weights produced the logits that each token was sampled from; -1 for a
-            token that no policy sampled.
-        finish_reason: `"stop"` if a stop token ended the completion, `"length"` if `max_new_tokens` did.
+            token that no policy sampled, which has log-prob 0. Such tokens are read by the policy and not trained.
+        finish_reason: `"stop"` if a stop token ended the completion, `"length"` if `max_new_tokens` did; of the last
+            turn, if there are several.
+        episode: what the episode was, if the completion may have several turns; an engine leaves it out.
 
     Raises:
-        ValueError: the lists differ in length or are empty, a token id is negative, or a log-prob is NaN, infinite or
-            positive.
+        ValueError: the lists differ in length, no token was sampled, a token id is negative, a log-prob is NaN,
+            infinite or positive, or the log-prob of a token that no policy sampled is not 0.
     """
 
     token_ids: list[int]
     logps: list[float]
     versions: list[int]
     finish_reason: Literal["stop", "length"] = "stop"
+    episode: EpisodeRecord | None = None
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logps) == len(self.versions):
@@ -47,6 +88,23 @@ class Rollout:
                 raise ValueError(
                     f"The log-prob of completion token {position} is {logp}: a sampled token has a finite log-prob "
                     "that is not positive. The engine's logits overflowed or its weights hold NaN."
+                )
+        if -1 in self.versions:
+            self._check_masked()
+
+    @property
+    def sampled_versions(self) -> list[int]:
+        """The versions of the tokens that a policy sampled."""
+        return [version for version in self.versions if version >= 0]
+
+    def _check_masked(self) -> None:
+        if not self.sampled_versions:
+            raise ValueError("A rollout holds no sampled token (every version is -1): there is nothing to train on.")
+        for position, (logp, version) in enumerate(zip(self.logps, self.versions, strict=True)):
+            if version == -1 and logp != 0.0:
+                raise ValueError(
+                    f"Completion token {position} has version -1, which means that no policy sampled it, and the "
+                    f"log-prob {logp}: it must be 0."
                 )
 
 

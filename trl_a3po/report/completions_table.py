@@ -15,11 +15,11 @@ from trl_a3po.rollout.batch_rows import Row, rollouts_of
 
 def completion_columns(rows: Sequence[Row], version: int) -> dict[str, list[Any]]:
     """One value per rollout in each column. `RowWeights` fills in `w`, which stays empty in an evaluation."""
-    rollouts = rollouts_of(rows)
+    versions = [rollout.sampled_versions for rollout in rollouts_of(rows)]
     return {
-        "versions": [f"{min(r.versions)}-{max(r.versions)}" for r in rollouts],
-        "staleness": [version - sum(r.versions) / len(r.versions) for r in rollouts],
-        "w": [None] * len(rollouts),
+        "versions": [f"{min(sampled)}-{max(sampled)}" for sampled in versions],
+        "staleness": [version - sum(sampled) / len(sampled) for sampled in versions],
+        "w": [None] * len(versions),
     }
 
 

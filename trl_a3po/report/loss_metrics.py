@@ -13,6 +13,7 @@ from trl_a3po.distributed.team import Team
 from trl_a3po.objectives import ProximalComparison
 from trl_a3po.objectives.stats import Tally
 from trl_a3po.report.engine_gap import EngineGap
+from trl_a3po.rollout.batch_rows import trained_mask
 
 TallyKind = TypeVar("TallyKind", bound=Tally)
 
@@ -62,7 +63,7 @@ class LossMetrics:
             inputs["sampling_per_token_logps"],
             inputs["staleness"],
             advantages,
-            inputs["completion_mask"],
+            trained_mask(inputs),
             proximal_logps=anchor_logps,
             recomputed_logps=inputs["compared_logps"],
             epsilon_low=epsilon_low,
@@ -87,8 +88,8 @@ class LossMetrics:
         return metrics
 
     def _gaps(self, policy_logps: torch.Tensor, inputs: dict[str, Any], version: int) -> list[EngineGap]:
-        names = ("sampling_per_token_logps", "behavior_versions", "completion_mask")
-        tensors = (policy_logps, *(inputs[name] for name in names))
+        stamped = inputs["sampling_per_token_logps"], inputs["behavior_versions"]
+        tensors = (policy_logps, *stamped, trained_mask(inputs))
         if not self._caches_are_kept:
             return [EngineGap.of_batch(*tensors, version=version, single_version=False)]
         return [

@@ -1,6 +1,6 @@
 """The rows of a batch, one per rollout, and what TRL is given for them instead of computing it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,19 @@ def rollouts_of(rows: Sequence[Row]) -> list[Rollout]:
 
 
 def behavior_versions(rows: Sequence[Row], length: int) -> torch.Tensor:
-    """`(B, length)` int32: the version of each completion token, and -1 for the padding after a completion."""
+    """`(B, length)` int32: the version of each completion token, and -1 for tokens that no policy sampled: those of
+    tools and the padding after a completion."""
     versions = torch.full((len(rows), length), -1, dtype=torch.int32)
     for row, rollout in enumerate(rollouts_of(rows)):
         versions[row, : len(rollout.versions)] = torch.tensor(rollout.versions, dtype=torch.int32)
     return versions
+
+
+def trained_mask(batch: Mapping[str, Any]) -> torch.Tensor:
+    """`(B, T)`: 1 where a token of the batch is trained, as TRL's loss has it: neither padding nor the tokens of a
+    tool."""
+    mask: torch.Tensor = batch["completion_mask"]
+    return mask if batch.get("tool_mask") is None else mask * batch["tool_mask"]
 
 
 def replayed_rewards(rows: Sequence[Row], column: int) -> Callable[..., list[float]]:
