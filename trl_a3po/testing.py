@@ -37,7 +37,8 @@ class StubEngine:
     """An engine (`trl_a3po.protocol.engine.Engine`) in the calling process.
 
     Args:
-        complete: `(prompt_ids, rollout number) -> token ids` of the completion.
+        complete: `(prompt_ids, rollout number) -> token ids` of the completion. It is cut off at the request's
+            `max_new_tokens`, and behind a `stop_token_ids` of the request.
     """
 
     def __init__(self, complete: Completion) -> None:
@@ -118,14 +119,20 @@ class StubEngine:
     def _rollouts(self, request: GroupRequest) -> list[Rollout]:
         replica, sampling = self._started()
         rollouts = []
-        for number in range(request.num_rollouts):
-            token_ids = self.complete(request.prompt_ids, number)
+        for number in range(request.first_rollout, request.first_rollout + request.num_rollouts):
+            token_ids = _cut(self.complete(request.prompt_ids, number), request)
             logps = completion_logps(replica, request.prompt_ids, token_ids, sampling.temperature)
-            stops = token_ids[-1] in sampling.stop_token_ids
+            stops = token_ids[-1] in request.settings(sampling).stop_token_ids
             versions = [self._version()] * len(token_ids)
             rollouts.append(Rollout(token_ids, logps.tolist(), versions, "stop" if stops else "length"))
             self._tokens += len(token_ids)
         return rollouts
+
+
+def _cut(token_ids: list[int], request: GroupRequest) -> list[int]:
+    longest = len(token_ids) if request.max_new_tokens is None else request.max_new_tokens
+    stops = (end for end, token in enumerate(token_ids, start=1) if token in request.stop_token_ids)
+    return token_ids[: min(longest, next(stops, longest))]
 
 
 @torch.no_grad()

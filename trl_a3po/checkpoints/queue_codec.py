@@ -78,7 +78,9 @@ def _encode_item(item: OutstandingState) -> dict[str, Any]:
 
 def _encode_episode(rollout: Rollout) -> dict[str, Any] | None:
     episode = rollout.episode
-    return episode and {field.name: _as_json(getattr(episode, field.name)) for field in fields(episode)}
+    if episode is None:
+        return None
+    return {field.name: _as_json(getattr(episode, field.name)) for field in fields(episode)}
 
 
 def _as_json(value: Any) -> Any:

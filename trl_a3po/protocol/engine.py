@@ -3,7 +3,8 @@
 An engine holds its own copy of the policy and samples groups of completions from it, ahead of training. It knows
 nothing of rewards, staleness or losses. Guarantees an engine must give:
 
-- every submitted request ends in exactly one event: `GroupFinished` or `GroupFailed`;
+- every submitted request ends in exactly one event: `GroupFinished` or `GroupFailed`. Before it, any number of
+  `GroupProgress` may say that work goes on;
 - a token's version is the version of the weights that produced its logits, stamped where it is sampled;
 - a request submitted after `publish(update)` returned is sampled from `update.version` or newer;
 - the engine keeps what it needs to recover from the death of its worker: outstanding requests come back as
@@ -15,8 +16,8 @@ thread, possibly at the same time.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from trl_a3po.protocol.records import Rollout
 from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
@@ -44,20 +45,46 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """Sample `num_rollouts` completions of one prompt.
+    """Sample `num_rollouts` completions of one prompt, or the next turn of rollouts that have begun.
 
     Args:
         request_id: unique per attempt, never reused within a run.
         noise_key: with the seed, the rollout's number and the token's position, fixes the noise of every token:
             the same prompt tried again after a failure draws the same noise.
-        prompt_ids: the prompt's tokens, at least one.
+        prompt_ids: the tokens to continue, at least one. For a later turn, these are the prompt and everything that
+            follows it so far.
         num_rollouts: completions to sample.
+        first_rollout: number of the first of these rollouts within its group; the others follow it.
+        first_position: position, in the completion, of the first token to sample: how many tokens of `prompt_ids`
+            belong to the completion already. A request with more than 0 is a later turn, which an engine begins
+            before the requests that wait with 0.
+        max_new_tokens: most tokens to sample; `None` stands for that of the `SamplingSettings`, which is the largest
+            value.
+        stop_token_ids: tokens that end a completion, and belong to it, beside those of the `SamplingSettings`.
+        row: the dataset row, where the queue's requests are episodes. An engine is never sent one.
     """
 
     request_id: int
     noise_key: int
     prompt_ids: tuple[int, ...]
     num_rollouts: int
+    first_rollout: int = 0
+    first_position: int = 0
+    max_new_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    row: dict[str, Any] | None = field(default=None, compare=False)
+
+    def settings(self, sampling: SamplingSettings) -> SamplingSettings:
+        """The settings of this request, where `sampling` are those of the run."""
+        if self.max_new_tokens is None and not self.stop_token_ids:
+            return sampling
+        longest = sampling.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
+        return replace(
+            sampling,
+            max_new_tokens=longest,
+            min_new_tokens=min(sampling.min_new_tokens, longest),
+            stop_token_ids=(*sampling.stop_token_ids, *self.stop_token_ids),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +101,15 @@ class GroupFailed:
     reason: str
 
 
-EngineEvent = GroupFinished | GroupFailed
+@dataclass(frozen=True, slots=True)
+class GroupProgress:
+    """A part of the request is done, such as a turn of an episode. It does not end the request."""
+
+    request_id: int
+
+
+GroupEnd = GroupFinished | GroupFailed
+EngineEvent = GroupEnd | GroupProgress
 
 
 @dataclass(slots=True)

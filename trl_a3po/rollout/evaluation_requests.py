@@ -7,9 +7,10 @@ times; request ids are negative and never reused, so they cannot be confused wit
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from trl_a3po.errors import EngineError
-from trl_a3po.protocol.engine import EngineEvent, GroupFailed, GroupRequest
+from trl_a3po.protocol.engine import GroupEnd, GroupFailed, GroupRequest
 from trl_a3po.protocol.records import Rollout
 
 _request_ids = itertools.count(-1, -1)
@@ -23,10 +24,19 @@ class EvaluationRequests:
         num_rollouts: rollouts per prompt.
         first_noise_key: prompt number i is sampled with the noise of `first_noise_key + i`.
         max_attempts: attempts at a prompt before `EngineError` is raised.
+        rows: the dataset row of each prompt, for requests that are episodes.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[int]], num_rollouts: int, first_noise_key: int, max_attempts: int):
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_rollouts: int,
+        first_noise_key: int,
+        max_attempts: int,
+        rows: Sequence[dict[str, Any]] | None = None,
+    ):
         self._prompts = [tuple(prompt) for prompt in prompts]
+        self._rows: list[dict[str, Any] | None] = [None] * len(self._prompts) if rows is None else [*rows]
         self._num_rollouts = num_rollouts
         self._first_noise_key = first_noise_key
         self._max_attempts = max_attempts
@@ -48,7 +58,7 @@ class EvaluationRequests:
         numbers, self._to_submit = self._to_submit, []
         return [self._request(number) for number in numbers]
 
-    def engine_event(self, event: EngineEvent) -> None:
+    def engine_event(self, event: GroupEnd) -> None:
         """Handle the end of a request in the engine. A request of an earlier batch is ignored.
 
         Raises:
@@ -70,4 +80,5 @@ class EvaluationRequests:
         self._attempts[number] += 1
         request_id = next(_request_ids)
         self._by_request[request_id] = number
-        return GroupRequest(request_id, self._first_noise_key + number, self._prompts[number], self._num_rollouts)
+        noise_key, prompt_ids = self._first_noise_key + number, self._prompts[number]
+        return GroupRequest(request_id, noise_key, prompt_ids, self._num_rollouts, row=self._rows[number])

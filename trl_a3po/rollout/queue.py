@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 from trl_a3po.errors import StallError
 from trl_a3po.protocol.engine import Engine
@@ -76,6 +76,9 @@ class GenerationQueue:
         describe_score: returns what the reward functions are doing and what would help if they hang, for the message
             of a `StallError`, or an empty text.
         while_waiting: called repeatedly on the main thread while it waits, at least every 20 seconds.
+        runs_episodes: the requests for `engine` hold their dataset rows.
+        describe_engine: returns what the engine waits for, and what would help, for the message of a `StallError`, or
+            an empty text. It must not wait.
     """
 
     def __init__(
@@ -102,6 +105,8 @@ class GenerationQueue:
         attempt_ended: Callable[[AttemptRecord], None] = lambda attempt: None,
         describe_score: Callable[[], str] = lambda: "",
         while_waiting: Callable[[], None] = lambda: None,
+        runs_episodes: bool = False,
+        describe_engine: Callable[[], str] = lambda: "",
     ):
         _require_positive(num_rollouts=num_rollouts, max_attempts=max_attempts, stall_timeout=stall_timeout)
         _require_positive(score_threads=score_threads)
@@ -117,6 +122,7 @@ class GenerationQueue:
         self._scoring_seconds = scoring_seconds
         self._interrupt_score = interrupt_score
         self._describe_score = describe_score
+        self._describe_engine = describe_engine
         self._while_waiting = while_waiting
         self._while_waiting_called = time.monotonic()
         core = QueueCore(
@@ -127,6 +133,7 @@ class GenerationQueue:
             max_in_flight=max_in_flight,
             max_rejected_in_a_row=10 * groups_per_batch if max_rejected_in_a_row is None else max_rejected_in_a_row,
             attempt_ended=attempt_ended,
+            runs_episodes=runs_episodes,
         )
         self._core, self._shared = core, SharedState(core)
         self._changed = self._shared.changed  # guards the core and everything below
@@ -226,13 +233,19 @@ class GenerationQueue:
                 self._taking_since = None
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], num_rollouts: int, *, first_noise_key: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_rollouts: int,
+        *,
+        first_noise_key: int,
+        rows: Sequence[dict[str, Any]] | None = None,
     ) -> list[list[Rollout]]:
         """Rollouts of an evaluation's prompts, from the version published last. Main thread only.
 
         These rollouts share the engine with the groups in flight and are not counted among the outcomes. With a `lag`,
         they have the engine to themselves, after everything submitted so far has been sampled and scored. Prompt
-        number i is sampled with the noise of `first_noise_key + i`.
+        number i is sampled with the noise of `first_noise_key + i`. Where requests are episodes, `rows` holds the
+        dataset row of each prompt.
 
         Raises:
             StallError: `stall_timeout` seconds passed without an event.
@@ -241,7 +254,7 @@ class GenerationQueue:
         """
         if not self._threads:
             raise RuntimeError("sample was called before start.")
-        evaluation = EvaluationRequests(prompts, num_rollouts, first_noise_key, self._core.max_attempts)
+        evaluation = EvaluationRequests(prompts, num_rollouts, first_noise_key, self._core.max_attempts, rows)
         self._wait_until_settled(scored=True)
         with self._changed:
             self._shared.raise_if_over()
@@ -364,7 +377,7 @@ class GenerationQueue:
         `began`, or if scoring a group takes longer than `score_timeout`. The caller holds the lock."""
         quiet = time.monotonic() - max(began, self._shared.last_progress)
         if quiet >= self._stall_timeout:
-            raise StallError(stall_report(self.status(), quiet, self._describe_score()))
+            raise StallError(stall_report(self.status(), quiet, self._describe_score() or self._describe_engine()))
         longest = self._stall_timeout - quiet
         if self._score_timeout is not None:
             scoring = (self._scoring_seconds or self._core.scoring_seconds)()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from trl_a3po.errors import EngineError, GenerationFailed, StallError
-from trl_a3po.protocol.engine import EngineEvent, GroupFailed, GroupRequest
+from trl_a3po.protocol.engine import GroupEnd, GroupFailed, GroupRequest
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Score
 from trl_a3po.rollout.outcomes import AttemptRecord, Ledger, OutcomeKind, Outcomes, outcome_name
 from trl_a3po.rollout.outstanding import OutstandingPrompt, Stage
@@ -45,6 +45,7 @@ class QueueCore:
         max_in_flight: int | None,
         max_rejected_in_a_row: int,
         attempt_ended: Callable[[AttemptRecord], None] = lambda attempt: None,
+        runs_episodes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.prompts = prompts
@@ -54,6 +55,7 @@ class QueueCore:
         self.max_in_flight = max_in_flight
         self.max_rejected_in_a_row = max_rejected_in_a_row
         self.attempt_ended = attempt_ended
+        self.runs_episodes = runs_episodes
         self.clock = clock
         self.order: list[OutstandingPrompt] = []
         self.next_take = 0
@@ -192,7 +194,7 @@ class QueueCore:
             requests.append(self._submit(item))
         return requests
 
-    def engine_event(self, event: EngineEvent) -> None:
+    def engine_event(self, event: GroupEnd) -> None:
         """Handle the end of a request in the engine.
 
         Raises:
@@ -351,6 +353,7 @@ class QueueCore:
             noise_key=item.prompt.index,
             prompt_ids=tuple(item.prompt.token_ids),
             num_rollouts=self.num_rollouts,
+            row=item.prompt.example if self.runs_episodes else None,
         )
 
     def _attempt_failed(self, item: OutstandingPrompt, reason: str) -> None:

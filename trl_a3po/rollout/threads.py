@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from trl_a3po.errors import RewardError
-from trl_a3po.protocol.engine import Engine, EngineEvent, GroupRequest
+from trl_a3po.protocol.engine import Engine, EngineEvent, GroupProgress, GroupRequest
 from trl_a3po.protocol.records import Group, Rejection, Score
 from trl_a3po.rollout.shared_state import SharedState
 
@@ -81,6 +81,8 @@ def _handle_events(shared: SharedState, events: Sequence[EngineEvent]) -> None:
     with shared.changed:
         for event in () if shared.over else events:
             shared.progress()
+            if isinstance(event, GroupProgress):
+                continue
             if event.request_id >= 0:
                 shared.core.engine_event(event)
             elif shared.evaluation is not None:

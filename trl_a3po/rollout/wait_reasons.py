@@ -148,15 +148,13 @@ def starvation_reason(core: QueueCore) -> str | None:
     )
 
 
-def stall_report(status: QueueStatus, seconds: float, scoring: str) -> str:
+def stall_report(status: QueueStatus, seconds: float, doing: str) -> str:
     """The message of a `StallError` after `seconds` without an event.
 
     Args:
-        scoring: what the reward functions are doing and what would help if they hang, or empty.
+        doing: what the reward functions or the episodes are doing and what would help if they hang, or empty.
     """
-    advice = (
-        scoring or "If the engine or the reward functions need longer than that for one group, raise stall_timeout."
-    )
+    advice = doing or "If the engine or the reward functions need longer than that for one group, raise stall_timeout."
     return (
         f"Nothing has happened for {seconds:.1f} s (stall_timeout): {status.consumer}. {advice}\n"
         f"{status}\n{thread_stacks()}"

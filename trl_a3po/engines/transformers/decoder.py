@@ -82,7 +82,6 @@ class SlotDecoder:
         self._forward = ModelForward(model, device=device, deterministic=deterministic)
         self._device = self._forward.device
         self._sampling = sampling
-        self._stop_ids = frozenset(sampling.stop_token_ids)
         self._sampler = Sampler(sampling, self._forward.vocab_size, self._device)
         self._max_prompt_tokens = longest_prompt(
             max_prompt_tokens, new_tokens=sampling.max_new_tokens, context=self._forward.context
@@ -144,14 +143,16 @@ class SlotDecoder:
         context = self._forward.context
         check_request(
             request,
+            self._sampling,
             vocab_size=self._forward.vocab_size,
             max_prompt_tokens=self._max_prompt_tokens,
-            room=f"beside max_new_tokens={self._sampling.max_new_tokens}"
-            + (f" in the model's context of {context}" if context else ""),
+            room=f" in the model's context of {context}" if context else "",
         )
-        group = DecodedGroup(request)
+        group = DecodedGroup(request, request.settings(self._sampling))
         self._groups[request.request_id] = group
-        self._waiting.append(group)
+        # Later turns go before prompts that have not begun, in the order in which they came.
+        later_turns = sum(waiting.request.first_position > 0 for waiting in self._waiting)
+        self._waiting.insert(later_turns if request.first_position else len(self._waiting), group)
 
     def cancel(self, request_ids: Iterable[int]) -> None:
         """Forget these requests and free their slots; unknown ids are ignored."""
@@ -231,7 +232,7 @@ class SlotDecoder:
         for slot, rollout in enumerate(self._active):
             if rollout is None and self._waiting:
                 group = self._waiting[0]
-                starts.append((slot, DecodedRollout(group, group.started)))
+                starts.append((slot, DecodedRollout(group, group.request.first_rollout + group.started)))
                 group.started += 1
                 if group.all_started:
                     self._waiting.popleft()
@@ -249,7 +250,7 @@ class SlotDecoder:
         request = rollout.group.request
         self._active[slot] = rollout
         stream = noise_stream(self._sampling.seed, request.noise_key, rollout.number)
-        self._slots.occupy(slot, request.prompt_ids, stream)
+        self._slots.occupy(slot, request.prompt_ids, stream, request.first_position)
 
     def _copy_prompts(self, starts: Sequence[tuple[int, DecodedRollout]]) -> None:
         by_cache: dict[int, list[tuple[int, Prefilled]]] = {}
@@ -319,8 +320,9 @@ class SlotDecoder:
         for slot, token, logp in zip(slots.tolist(), tokens.tolist(), drawn[1].tolist(), strict=True):
             rollout = self._active[slot]
             rollout.append(token, logp, self._version)
-            stops = token in self._stop_ids
-            if stops or len(rollout.token_ids) == self._sampling.max_new_tokens:
+            sampling = rollout.group.sampling
+            stops = token in sampling.stop_token_ids
+            if stops or len(rollout.token_ids) == sampling.max_new_tokens:
                 self._active[slot] = None
                 self._finish(rollout, "stop" if stops else "length", finished)
 
@@ -349,7 +351,8 @@ class SlotDecoder:
         """Indices of the sequences to prefill together and the length to pad them to: one at a time at the length
         `fixed` in deterministic mode, otherwise those of similar length."""
         if self._fixed_length is not None:
-            return [([i], cast(int, fixed)) for i in range(len(lengths))]
+            usual = cast(int, fixed)  # a later turn continues more than a prompt
+            return [([i], usual if length <= usual else self._fixed_length) for i, length in enumerate(lengths)]
         return prefill_batches(lengths)
 
 

@@ -5,13 +5,27 @@ Guarantees: what is refused costs no forward, and the words say what to change.
 
 from collections.abc import Sequence
 
-from trl_a3po.protocol.engine import GroupRequest
+from trl_a3po.protocol.engine import GroupRequest, SamplingSettings
 
 
-def check_request(request: GroupRequest, *, vocab_size: int, max_prompt_tokens: int | None, room: str) -> None:
+def check_request(
+    request: GroupRequest, sampling: SamplingSettings, *, vocab_size: int, max_prompt_tokens: int | None, room: str
+) -> None:
     """Raise `ValueError` for a prompt that is empty, holds an id outside the vocabulary or does not fit, and for less
-    than one rollout; `room` says what it has to fit into."""
+    than one rollout.
+
+    Args:
+        max_prompt_tokens: longest prompt that fits beside the `max_new_tokens` of `sampling`. A request for fewer new
+            tokens, such as a later turn, leaves more room for what it continues.
+        room: says what it has to fit into, behind "max_new_tokens=...".
+    """
     prompt, name = request.prompt_ids, f"Request {request.request_id}"
+    new_tokens = request.settings(sampling).max_new_tokens
+    if not 1 <= new_tokens <= sampling.max_new_tokens:
+        raise ValueError(
+            f"{name} asks for max_new_tokens={new_tokens}: it must be between 1 and the run's max_new_tokens="
+            f"{sampling.max_new_tokens}."
+        )
     if request.num_rollouts < 1:
         raise ValueError(f"{name} asks for num_rollouts={request.num_rollouts}: it must be at least 1.")
     if not prompt:
@@ -21,10 +35,12 @@ def check_request(request: GroupRequest, *, vocab_size: int, max_prompt_tokens: 
             f"{name} holds token ids from {min(prompt)} to {max(prompt)}, but the model's vocabulary is 0 to "
             f"{vocab_size - 1}: the tokenizer does not belong to this model."
         )
-    if max_prompt_tokens is not None and len(prompt) > max_prompt_tokens:
+    longest = None if max_prompt_tokens is None else max_prompt_tokens + sampling.max_new_tokens - new_tokens
+    if longest is not None and len(prompt) > longest:
         raise ValueError(
-            f"{name} has a prompt of {len(prompt)} tokens, but at most {max_prompt_tokens} fit {room}: shorten the "
-            "prompt, lower max_completion_length or raise max_prompt_tokens if it was set."
+            f"{name} has a prompt of {len(prompt)} tokens, but at most {longest} fit beside max_new_tokens="
+            f"{new_tokens}{room}: shorten the prompt, lower max_completion_length or raise max_prompt_tokens if it "
+            "was set."
         )
 
 

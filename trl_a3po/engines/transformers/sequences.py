@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from trl_a3po.engines.transformers.cache import PrefillCache
-from trl_a3po.protocol.engine import GroupFinished, GroupRequest
+from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettings
 from trl_a3po.protocol.records import Rollout
 
 # Padded tokens of one prefill forward: bounds its memory.
@@ -29,9 +29,10 @@ class Prefilled:
 
 @dataclass(slots=True, eq=False)
 class DecodedGroup:
-    """A request: how many of its rollouts have started, and those that are done, by number."""
+    """A request and its settings: how many of its rollouts have started, and those that are done, by number."""
 
     request: GroupRequest
+    sampling: SamplingSettings
     started: int = 0
     prefilled: Prefilled | None = None
     done: dict[int, Rollout] = field(default_factory=dict)

@@ -25,16 +25,17 @@ class Slots:
         self.position = np.zeros(rows, dtype=np.int64)  # of that token, whose key and value are not cached yet
         self.generated = np.zeros(rows, dtype=np.int64)
         self._stream = np.zeros(rows, dtype=np.uint64)
+        self._first = np.zeros(rows, dtype=np.int64)  # place in the completion of the first token of this turn
         self._seen = None if seen is None else torch.zeros(rows, seen, dtype=torch.bool, device=device)
 
     def __len__(self) -> int:
         return len(self.position)
 
-    def occupy(self, slot: int, prompt_ids: Sequence[int], stream: int) -> None:
-        """A new sequence begins after its prompt, with the noise of `stream`."""
+    def occupy(self, slot: int, prompt_ids: Sequence[int], stream: int, first_position: int) -> None:
+        """A new sequence begins after its prompt, with the noise of `stream` from `first_position` on."""
         self.position[slot] = len(prompt_ids) - 1
         self._stream[slot] = stream
-        self.generated[slot] = 0
+        self._first[slot], self.generated[slot] = first_position, 0
         if self._seen is not None:
             self._seen[slot] = False
             self._seen[slot, torch.tensor(prompt_ids, device=self._device)] = True
@@ -48,7 +49,7 @@ class Slots:
             self._seen[self.on_device(slots), self.on_device(tokens)] = True
 
     def move(self, source: int, target: int) -> None:
-        for array in (self.token, self.position, self._stream, self.generated):
+        for array in (self.token, self.position, self._stream, self._first, self.generated):
             array[target] = array[source]
         if self._seen is not None:
             self._seen[target] = self._seen[source]
@@ -59,7 +60,7 @@ class Slots:
 
     def noise(self, slots: np.ndarray | slice) -> torch.Tensor:
         """What the next token of each is drawn with: a function of its stream and its place in the completion."""
-        return self.on_device(uniform_noise(self._stream[slots], self.generated[slots]))
+        return self.on_device(uniform_noise(self._stream[slots], self._first[slots] + self.generated[slots]))
 
     def seen(self, slots: np.ndarray | slice) -> torch.Tensor | None:
         """`(N, V)` bool: the tokens that each sequence has seen, its prompt's included."""

@@ -99,7 +99,7 @@ class ServerPool:
         with self._changed:
             self._raise_if_over()
             for request in requests:
-                group = self._groups[request.request_id] = PartialGroup.of(request)
+                group = self._groups[request.request_id] = PartialGroup.of(request, self._sampling)
                 self._jobs.append(Job(group, list(group.sequences)))
             self._dispatch()
 
@@ -307,10 +307,11 @@ class ServerPool:
             self._call(job, member, self._served_weights)
 
     def _call(self, job: Job, member: PooledServer, served_weights: ServedWeights) -> None:
-        done = len(job.sequences[0].token_ids)
-        seed = noise_seed(self._sampling.seed, job.group.request.noise_key, job.number, done) if self._seeds else None
+        done, request, sampling = len(job.sequences[0].token_ids), job.group.request, job.group.sampling
+        position = request.first_position + done
+        seed = noise_seed(sampling.seed, request.noise_key, job.number, position) if self._seeds else None
         body = completion_body(
-            self._sampling,
+            sampling,
             served_weights.model or member.info.model,
             served_weights.salt,
             job.prompt_ids,
@@ -358,7 +359,7 @@ class ServerPool:
                 sequence = call.job.sequences[chunk.index]
                 version = sequence.versions[-1] if sequence.versions else version
                 self.counts["bounded_tokens"] += len(chunk.token_ids)
-            call.job.sequences[chunk.index].add(chunk, version, self._sampling)
+            call.job.sequences[chunk.index].add(chunk, version, call.job.group.sampling)
             self.tokens += len(chunk.token_ids)
             call.member.received += len(chunk.token_ids)
 
@@ -405,12 +406,13 @@ class ServerPool:
         self._changed.notify_all()
 
     def _too_long(self, job: Job, candidates: list[PooledServer]) -> str | None:
-        length = len(job.group.request.prompt_ids) + self._sampling.max_new_tokens
+        new_tokens = job.group.sampling.max_new_tokens
+        length = len(job.group.request.prompt_ids) + new_tokens
         for member in candidates:
             if length > member.info.max_model_len:
                 return (
-                    f"A prompt of {len(job.group.request.prompt_ids)} tokens and {self._sampling.max_new_tokens} new "
-                    f"ones do not fit into the {member.info.max_model_len} of {member.server.url}: start it with a "
+                    f"A prompt of {len(job.group.request.prompt_ids)} tokens and {new_tokens} new ones do not "
+                    f"fit into the {member.info.max_model_len} of {member.server.url}: start it with a "
                     f"larger --max-model-len."
                 )
         return None

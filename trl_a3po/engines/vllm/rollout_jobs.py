@@ -64,12 +64,13 @@ class PartialGroup:
     """A request and its rollouts, finished or not."""
 
     request: GroupRequest
+    sampling: SamplingSettings  # of this request
     sequences: list[PartialRollout]
     cancelled: bool = False
 
     @classmethod
-    def of(cls, request: GroupRequest) -> "PartialGroup":
-        return cls(request, [PartialRollout() for _ in range(request.num_rollouts)])
+    def of(cls, request: GroupRequest, sampling: SamplingSettings) -> "PartialGroup":
+        return cls(request, request.settings(sampling), [PartialRollout() for _ in range(request.num_rollouts)])
 
     @property
     def finished(self) -> bool:
@@ -95,8 +96,8 @@ class Job:
 
     @property
     def number(self) -> int:
-        """Of its first sequence, among those of the group."""
-        return self.group.sequences.index(self.sequences[0])
+        """Of its first rollout, among those of its group."""
+        return self.group.request.first_rollout + self.group.sequences.index(self.sequences[0])
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -113,13 +114,16 @@ class Job:
 
 
 class JobQueue:
-    """Jobs that wait for a server, in order; those cut off go first."""
+    """Jobs that wait for a server, in order; later turns and jobs cut off go first."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
 
     def append(self, job: Job) -> None:
-        self._jobs.append(job)
+        if job.group.request.first_position:  # a later turn
+            self._jobs.appendleft(job)
+        else:
+            self._jobs.append(job)
 
     def put_back(self, jobs: list[Job]) -> None:
         self._jobs.extendleft(reversed(jobs))
