@@ -76,7 +76,7 @@ from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.session import Session
 from trl_a3po.session.build_engine import engine_dtype, engine_slots
 from trl_a3po.session.build_policy import build_policy, zero_stage
-from trl_a3po.session.build_scorer import functions_outside_training, new_reward_thread, reward_functions
+from trl_a3po.session.build_scorer import new_reward_thread, reward_functions, scoring_outside_training
 from trl_a3po.session.checkpoint_hooks import CheckpointHooks
 from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.current_batch import CurrentBatch
@@ -414,7 +414,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     ) -> torch.Tensor:
         rows = self._current_batch.rows
         if rows is None:
-            with temporarily(self, reward_funcs=functions_outside_training(self)):
+            with scoring_outside_training(self):
                 return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._current_batch.scored = True
         replay_logs(rows, self._log_completion_extra, self._log_metric)

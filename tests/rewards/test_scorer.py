@@ -3,6 +3,9 @@
 import asyncio
 import gc
 import math
+import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -58,6 +61,31 @@ def test_several_functions_fill_their_columns_and_async_ones_run_together():
 
     score = scorer(make(1), lambda completions, **kwargs: [2] * len(completions), make(3))(group())
     assert score.rewards == [[1.0, 2.0, 3.0]] * 3
+
+
+FREEZES = """
+import itertools
+from tests.rewards.test_scorer import group
+from trl_a3po.rewards.scorer import RewardScorer
+
+def fine(completions, **kwargs):
+    return [0.0] * len(completions)
+
+def freezes(completions, **kwargs):
+    return max(itertools.repeat(1))
+
+score = RewardScorer([fine, freezes], ["fine", "freezes"], lambda group: ["c"] * 3, lambda group: None,
+                     timeout=0.5, watchdog=True)
+score.start()
+score(group())
+"""
+
+
+def test_a_function_that_holds_the_interpreter_lock_is_named_where_the_process_ends():
+    ended = subprocess.run([sys.executable, "-c", FREEZES], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == -signal.SIGKILL
+    assert "while the reward function 'freezes' was running" in ended.stderr
+    assert "Set reward_workers=1 and a reward_timeout" in ended.stderr
 
 
 def test_an_async_function_keeps_its_event_loop():

@@ -122,6 +122,7 @@ def test_training_and_evaluations_inside_and_outside_of_it_share_them(model_path
     places = set()
 
     def synchronous(completion_ids, **kwargs):
+        assert "a3po watchdog" in [thread.name for thread in threading.enumerate()]
         places.add((threading.get_ident(), asyncio.get_event_loop()))
         return [float(len(ids) % 3) for ids in completion_ids]
 
@@ -138,6 +139,7 @@ def test_training_and_evaluations_inside_and_outside_of_it_share_them(model_path
     trainer.train()
     trainer.evaluate()
     assert len(places) == 1
+    assert "a3po watchdog" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_an_async_function_that_asks_for_a_signal_outside_of_training_is_awaited_in_the_main_thread():

@@ -207,7 +207,9 @@ class RewardSettings:
         default=None,
         metadata={
             "help": "Seconds that the reward functions may take for one group. With reward_workers, the group is "
-            "then rejected (see reward_on_timeout); without, the run stops with a report. Default: no limit."
+            "then rejected (see reward_on_timeout); without, the run stops with a report. A function that holds "
+            "Python's interpreter lock for 5 seconds longer ends the process. Default: stall_timeout, at which the "
+            "run stops."
         },
     )
     reward_on_timeout: float | None = field(
@@ -231,7 +233,9 @@ class RewardSettings:
     stall_timeout: Seconds = field(
         default=600.0,
         metadata={
-            "help": "Seconds without any progress, after which a wait ends with a report of what waits for what."
+            "help": "Seconds without any progress, after which a wait ends with a report of what waits for what. A "
+            "process that cannot even report, because something holds Python's interpreter lock, is ended 5 seconds "
+            "later."
         },
     )
     dry_run: bool = field(

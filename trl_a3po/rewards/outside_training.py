@@ -1,16 +1,19 @@
 """Reward functions outside of training, where TRL calls them: in `evaluate()` before or after `train()`.
 
-Guarantees: a function is called in the thread, and with the event loop, in which it is called during training.
+Guarantees: a function is called in the thread, and with the event loop, in which it is called during training; inside
+`ends_if_frozen`, a function that holds the interpreter lock ends the process as it does during training.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from trl_a3po.rewards.main_thread import limits_time_in_main_thread_only, watch
-from trl_a3po.rewards.scorer import FunctionCall, is_async
+from trl_a3po.rewards.scorer import FunctionCall, is_async, running_note
 from trl_a3po.rewards.thread import EventLoop, RewardThread
+from trl_a3po.workers.watchdog import Watchdog
 
 
 def called_in_thread(func: Callable[..., Any], thread: RewardThread) -> Callable[..., Any]:
@@ -37,6 +40,17 @@ def called_in_thread(func: Callable[..., Any], thread: RewardThread) -> Callable
         return returned
 
     return call
+
+
+@contextmanager
+def ends_if_frozen(names: Sequence[str], timeout: float) -> Iterator[None]:
+    """Inside, the process ends when the functions hold the interpreter lock for longer than `timeout` seconds."""
+    watchdog = Watchdog(running_note(", ".join(map(repr, names)), timeout))
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.stop()
 
 
 def _call(func: Callable[..., Any], kwargs: dict[str, Any], logged: FunctionCall, loop: EventLoop) -> Any:

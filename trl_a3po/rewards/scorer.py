@@ -11,7 +11,9 @@ Guarantees:
   `score_all`;
 - a function that asks for what only a main thread has, such as `signal.signal`, gets a process of its own: what it did
   in the thread for that group is discarded, and the group is scored again for that function alone;
-- `interrupt` ends a function that is being awaited, and no function is called after it.
+- `interrupt` ends a function that is being awaited, and no function is called after it;
+- a function that holds the interpreter lock is the only one for which no timeout applies. Between `start` and `close`,
+  the `watchdog` ends the process then.
 """
 
 import asyncio
@@ -37,12 +39,18 @@ from trl_a3po.rewards.main_thread import Watch, limits_time_in_main_thread_only,
 from trl_a3po.rewards.thread import NAME, CallingThread, EventLoop, RewardThread, end_forked_child
 from trl_a3po.rewards.values import reward_values
 from trl_a3po.workers.thread_stacks import thread_stacks
+from trl_a3po.workers.watchdog import Watchdog
+from trl_a3po.workers.watchdog_process import GRACE_SECONDS, Note
 
 if TYPE_CHECKING:
     from trl_a3po.rewards.worker_pool import RewardWorkers
 
 logger = logging.getLogger(__name__)
 
+FREEZES = (
+    "Set reward_workers=1 and a reward_timeout, which has a process call the reward functions that is killed and "
+    "replaced when it hangs."
+)
 NEEDS = "only the main thread of a process has"
 CLOSE_TIMEOUT = 1.0  # seconds for a group that is being scored
 WHILE_WAITING_SECONDS = 10.0  # between two calls of `while_waiting`
@@ -90,6 +98,7 @@ class RewardScorer:
         own_process: column -> a process for its function, not started. It raises `RewardError` if the function cannot
             be sent there. Needed only where scoring is not on the main thread.
         thread: where the functions are called; `None` for a thread of this scorer.
+        watchdog: whether to have one while functions may run in a thread.
     """
 
     def __init__(
@@ -103,6 +112,7 @@ class RewardScorer:
         stall_timeout: float = 600.0,
         own_process: "Callable[[int], RewardWorkers] | None" = None,
         thread: RewardThread | CallingThread | None = None,
+        watchdog: bool = False,
     ):
         self._funcs = list(funcs)
         self._names = list(names)
@@ -121,6 +131,8 @@ class RewardScorer:
         self._moved: dict[int, RewardWorkers] = {}  # the processes of functions that cannot run in a thread
         self._in_process: RewardWorkers | None = None  # the one of them that is scoring
         self._watches: set[Watch] = set()
+        self._watchdog = Watchdog(idle_note(stall_timeout)) if watchdog else None
+        self._stall_timeout = stall_timeout
 
     def start(self) -> None:
         """Start the processes of the functions that are known to need one: TRL's rewards that use math-verify, and the
@@ -130,6 +142,8 @@ class RewardScorer:
                 continue
             if limits_time_in_main_thread_only(func) or self._thread.is_moved(func):
                 self._move(column, "math-verify's time limits")
+        if self._watchdog is not None and any(self._stays(column) for column in range(len(self._funcs))):
+            self._watchdog.start()
 
     @property
     def timeouts(self) -> int:
@@ -181,7 +195,19 @@ class RewardScorer:
             return self._score(group, loop)
         finally:
             self._began = None
-            self._running = []
+            self._run([])
+
+    def _run(self, columns: list[int], in_process: "RewardWorkers | None" = None) -> None:
+        """Note which functions run now, and where."""
+        self._running, self._in_process = columns, in_process
+        if self._watchdog is not None:
+            in_thread = columns and in_process is None
+            names = ", ".join(repr(self._names[column]) for column in columns)
+            self._watchdog.note(running_note(names, self._timeout) if in_thread else idle_note(self._stall_timeout))
+
+    def _stays(self, column: int) -> bool:
+        """Whether the function runs in the thread."""
+        return self._funcs[column] is not None and column not in self._moved
 
     def _score(self, group: Group, loop: EventLoop) -> Score | Rejection:
         self._raise_if_interrupted()
@@ -261,12 +287,12 @@ class RewardScorer:
 
     def _score_in_process(self, column: int, group: Group) -> Score | Rejection:
         self._raise_if_interrupted()
-        self._running, self._in_process = [column], self._moved[column]
-        began = time.monotonic()
+        process, began = self._moved[column], time.monotonic()
+        self._run([column], process)
         try:
-            return self._in_process(group)
+            return process(group)
         finally:
-            self._in_process = None
+            self._run([])
             if self._timeout_name == "reward_timeout" and self._began is not None:
                 self._began += time.monotonic() - began
 
@@ -301,6 +327,8 @@ class RewardScorer:
             process.close()
         for watched in list(self._watches):  # of functions that hang
             watched.end()
+        if self._watchdog is not None:
+            self._watchdog.stop()
         self._thread.abandon_if_busy(CLOSE_TIMEOUT)
 
     def _result(self, future: "Future[Score | Rejection]", while_waiting: Callable[[], None]) -> Score | Rejection:
@@ -318,7 +346,7 @@ class RewardScorer:
         for column, func in enumerate(self._funcs):
             if func is not None and column not in self._moved and not is_async(func):
                 self._raise_if_interrupted()
-                self._running = [column]
+                self._run([column])
                 call = FunctionCall(column)
                 loop.make_current()
                 self._finish(call, partial(func, **self._with_loggers(kwargs, call)), kwargs)
@@ -334,7 +362,7 @@ class RewardScorer:
         if not funcs:
             return
         self._raise_if_interrupted()
-        self._running = list(funcs)
+        self._run(list(funcs))
         loop.make_current()
         calls = {column: FunctionCall(column) for column in funcs}
         awaitables = [
@@ -405,6 +433,17 @@ class RewardScorer:
             raise RewardError(f"{self._functions([column])} raised {error!r}.{hint}") from error
         end_forked_child(self._process, None)
         return returned
+
+
+def idle_note(stall_timeout: float) -> Note:
+    """For the watchdog: no reward function runs in a thread."""
+    remedy = "The stacks above show what held it; if it needs that long, raise stall_timeout."
+    return Note(stall_timeout + GRACE_SECONDS, "while no reward function was running", remedy)
+
+
+def running_note(functions: str, timeout: float) -> Note:
+    """For the watchdog: the functions run in a thread, for up to `timeout` seconds."""
+    return Note(timeout + GRACE_SECONDS, f"while the reward function {functions} was running", FREEZES)
 
 
 def is_async(func: Callable[..., Any]) -> bool:

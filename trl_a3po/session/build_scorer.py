@@ -5,7 +5,8 @@ they may change.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,11 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
 from trl_a3po.protocol.records import Group
-from trl_a3po.rewards.outside_training import called_in_thread
+from trl_a3po.rewards.outside_training import called_in_thread, ends_if_frozen
 from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.rewards.thread import RewardThread
 from trl_a3po.rewards.worker_pool import RewardWorkers
+from trl_a3po.session.temporarily import temporarily
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
@@ -56,6 +58,7 @@ def build_scorer(trainer: "A3POTrainer", state: Callable[[Group], TrainerState])
             stall_timeout=args.stall_timeout,
             own_process=own_process,
             thread=trainer._reward_thread,
+            watchdog=True,
         )
     return RewardWorkers(
         functions,
@@ -79,13 +82,18 @@ def new_reward_thread() -> RewardThread:
     return RewardThread()
 
 
-def functions_outside_training(trainer: "A3POTrainer") -> list[Callable[..., Any]]:
-    """The trainer's reward functions and reward models, as TRL may call them outside of training."""
-    return [
+@contextmanager
+def scoring_outside_training(trainer: "A3POTrainer") -> Iterator[None]:
+    """Inside, the trainer's reward functions are such that TRL may call them outside of training."""
+    args = trainer.args
+    functions = [
         func if isinstance(func, nn.Module) else called_in_thread(func, trainer._reward_thread)
         for func in trainer.reward_funcs
         if not isinstance(func, str)  # TRL has loaded the model that a name stands for
     ]
+    timeout = args.stall_timeout if args.reward_timeout is None else args.reward_timeout
+    with temporarily(trainer, reward_funcs=functions), ends_if_frozen(trainer.reward_func_names, timeout):
+        yield
 
 
 class PublishedStates:
