@@ -4,6 +4,7 @@ import pytest
 
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until, update
+from trl_a3po.engines.vllm import pool
 
 
 def servers_of(count, **settings):
@@ -39,6 +40,19 @@ def test_tokens_still_on_their_way_when_a_server_pauses_are_waited_for(tmp_path)
         engine.publish(update(False, 1))
         finished(engine, 2)
         assert engine.stats().extra["bounded_tokens"] == 0
+    finally:
+        engine.close()
+
+
+def test_a_publish_waits_for_no_tokens_when_no_call_is_in_flight(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "SETTLE_TIMEOUT", 1e6)
+    (server,) = servers = servers_of(1)
+    engine = started(servers, tmp_path)
+    try:
+        engine.publish(update(False, 1))
+        server.tokens += 2  # of another client
+        engine.publish(update(False, 2))
+        assert server.weight == 2.0
     finally:
         engine.close()
 

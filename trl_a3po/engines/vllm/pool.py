@@ -202,13 +202,14 @@ class ServerPool:
         next version.
 
         If that cannot be seen from the server's count, the next event of each sequence is `bounded` (see the module).
+        Without a call in flight there is nothing to wait for, whatever else the server has sampled.
         """
         deadline = time.monotonic() + SETTLE_TIMEOUT
         total, complete = self._sampled_tokens(member)
-        while complete is False and time.monotonic() < deadline:
+        while complete is False and member.running and time.monotonic() < deadline:
             time.sleep(0.01)
             total, complete = self._sampled_tokens(member)
-        if not complete:
+        if not complete and member.running:
             time.sleep(0.1)  # for what is still on its way
             with self._changed:
                 calls = [call.number for call in member.running]
