@@ -11,11 +11,13 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from tests.workers.processes import is_gone, is_reaped, until
-from trl_a3po.engines.transformers import supervisor
+from trl_a3po.engines import supervisor
+from trl_a3po.engines.transformers import transformers_engine
 from trl_a3po.engines.vllm import calls
 from trl_a3po.errors import EngineError, RewardError
 from trl_a3po.protocol.engine import GroupRequest
@@ -39,8 +41,9 @@ class NoStaging:
 
 class TransformersWorker:
     def __init__(self, monkeypatch, timeout):
-        monkeypatch.setattr(supervisor, "WORKER", FAULTY)
-        self.user = supervisor.Supervisor(b"", NoStaging(), 0, threads=1, max_restarts=0)
+        self.user = supervisor.Supervisor(
+            partial(WorkerProcess, FAULTY, threads=1), b"", NoStaging(), 0, max_restarts=0
+        )
         self.user.start(30.0)
 
     def begin(self):
@@ -204,7 +207,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("module", [supervisor.WORKER, calls.READER, worker_pool.MODULE, FAULTY])
+@pytest.mark.parametrize("module", [transformers_engine.WORKER, calls.READER, worker_pool.MODULE, FAULTY])
 def test_no_worker_outlives_the_process_that_started_it(module):
     environment = worker_environment(threads=1) | {"A3PO_TEST_WORKER": "vllm none"}
     owner = subprocess.Popen([sys.executable, "-c", OWNER, module], stdout=subprocess.PIPE, text=True, env=environment)

@@ -11,7 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 
+from trl_a3po.workers import elsewhere
 from trl_a3po.workers.channel import Channel
 from trl_a3po.workers.standard_files import above_standard_files
 
@@ -46,6 +48,9 @@ class WorkerProcess:
         module: the module that the worker runs, as `python -m module SOCKET PARENT`; it calls `parents_channel` first.
         inherit_fds: open files that the worker inherits.
         threads: the worker's CPU threads; `None` leaves them to the environment.
+        python: the interpreter that runs the worker, if not this one. The worker then imports this package and,
+            beside it, what that interpreter's environment has (`elsewhere.py`).
+        variables: environment variables of the worker, beside those of `worker_environment`.
         shows_output: also print the worker's output in this process, when `read_output` reads it.
     """
 
@@ -55,27 +60,28 @@ class WorkerProcess:
         *,
         inherit_fds: tuple[int, ...] = (),
         threads: int | None = None,
+        python: str | None = None,
+        variables: Mapping[str, str] | None = None,
         shows_output: bool = False,
     ) -> None:
         self.shows_output = shows_output
+        environment = worker_environment(threads) | dict(variables or {})
+        if python is None or python == sys.executable:
+            command = [sys.executable, "-P", "-m", module]  # -P: the working directory must not shadow a library
+        else:
+            command = [python, "-P", elsewhere.__file__, module]
+            del environment["PYTHONPATH"]
         with above_standard_files():
             ours, theirs = socket.socketpair()
             self.output_fd, output = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",  # the working directory must not shadow a library
-                    "-m",
-                    module,
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
+                [*command, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 pass_fds=(theirs.fileno(), *inherit_fds),
-                env=worker_environment(threads),
+                env=environment,
                 start_new_session=True,  # Ctrl-C is for the trainer, which then closes the engine
             )
         finally:

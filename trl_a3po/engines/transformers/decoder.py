@@ -18,9 +18,9 @@ from typing import Literal, cast
 import numpy as np
 import torch
 
+from trl_a3po.engines.requests import check_request, check_scored, longest_prompt
 from trl_a3po.engines.transformers.cache import PrefillCache, SlotCache
 from trl_a3po.engines.transformers.forward import ModelForward
-from trl_a3po.engines.transformers.requests import check_request, check_scored, longest_prompt
 from trl_a3po.engines.transformers.sampling import Sampler, noise_stream
 from trl_a3po.engines.transformers.sequences import DecodedGroup, DecodedRollout, Prefilled, prefill_batches
 from trl_a3po.engines.transformers.slots import Slots

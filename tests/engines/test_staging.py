@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from trl_a3po.engines.transformers.staging import Staging, attach
+from trl_a3po.engines.staging import Staging, attach
 from trl_a3po.protocol.weights import WeightUpdate
 
 CPU = torch.device("cpu")

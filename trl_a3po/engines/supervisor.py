@@ -14,12 +14,12 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trl_a3po.engines.transformers.request_book import RequestBook
-from trl_a3po.engines.transformers.staging import Staging
+from trl_a3po.engines.request_book import RequestBook
+from trl_a3po.engines.staging import Staging
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupRequest
 from trl_a3po.workers.channel import Channel
@@ -28,27 +28,32 @@ from trl_a3po.workers.reading import WorkerEnded, WorkerUnusable, read_messages
 
 logger = logging.getLogger(__name__)
 
-WORKER = "trl_a3po.engines.transformers.worker"
 _END_TIMEOUT = 2.0  # seconds for a worker to end by itself
 
 
 class Supervisor:
     """
     Args:
-        payload: the worker's pickled `Setup`.
+        new_worker: starts a worker, which runs `worker_loop.py`.
+        payload: what the worker needs to know, pickled.
         staging: the memory the weights travel in; it holds the weights of `version`.
         version: policy version of the weights in `staging`.
-        threads: CPU threads of a worker.
         max_restarts: how often a worker that died is replaced.
     """
 
     def __init__(
-        self, payload: bytes, staging: Staging, version: int, *, threads: int | None, max_restarts: int
+        self,
+        new_worker: Callable[[], WorkerProcess],
+        payload: bytes,
+        staging: Staging,
+        version: int,
+        *,
+        max_restarts: int,
     ) -> None:
+        self._new_worker = new_worker
         self._payload = payload
         self._staging = staging
         self._version = version
-        self._threads = threads
         self._max_restarts = max_restarts
         self._owner = os.getpid()
 
@@ -200,7 +205,7 @@ class Supervisor:
         with self._changed:
             if self._is_over():
                 return None
-        worker = WorkerProcess(WORKER, inherit_fds=self._staging.fds, threads=self._threads)
+        worker = self._new_worker()
         with self._changed:
             self._worker = worker
             self._heard = time.monotonic()
