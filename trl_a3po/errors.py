@@ -93,3 +93,21 @@ class StampError(A3POError):
     newer than the trainer's. The loss would correct for the wrong staleness, so no such token is trained on. This is
     an error of the engine: report it, or correct your own engine (see `trl_a3po.protocol.engine`).
     """
+
+
+class Terminated(SystemExit):
+    """The process received SIGTERM, and the run has ended in order.
+
+    Raised by `train` after the checkpoint has been saved and the engine and the reward workers have been closed. It is
+    no `A3POError`: nothing has failed. A script that does not catch it ends with exit code 75 (`EX_TEMPFAIL` of
+    `sysexits.h`: try again later). The run goes on with `resume_from_checkpoint=True`.
+    """
+
+    exit_code = 75
+
+    def __init__(self, message: str) -> None:
+        super().__init__(self.exit_code)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message

@@ -60,6 +60,7 @@ from trl_a3po.distributed.rank_shares import balanced_rows, rank_share
 from trl_a3po.distributed.rank_watch import RankWatch
 from trl_a3po.distributed.shared_folder import check_shared
 from trl_a3po.distributed.team import Team
+from trl_a3po.errors import Terminated
 from trl_a3po.forward.training import TrainingForward
 from trl_a3po.models.mode import mode_of_this_thread
 from trl_a3po.objectives import token_staleness
@@ -85,6 +86,7 @@ from trl_a3po.session.prompt_rows import check_all_rows
 from trl_a3po.session.resuming import RunState, begin_run, load_run
 from trl_a3po.session.sampling import sampling_settings
 from trl_a3po.session.temporarily import temporarily
+from trl_a3po.session.termination import StopRequested, Termination
 from trl_a3po.step_normalizer import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
 
 check_trl_hooks(GRPOTrainer)
@@ -145,7 +147,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         others = dict(zip(argument_names(GRPOTrainer)[3:], arguments, strict=False)) | options
         check_arguments(model, reward_funcs, args, others)
         check_on_group(on_group)
-        super().__init__(model, reward_funcs, args, **others)
+        with temporarily(args, enable_jit_checkpoint=False):  # `Termination` does this, at a step's end only
+            super().__init__(model, reward_funcs, args, **others)
         check_sharding(self.is_fsdp_enabled)
         aux_loss = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         check_periodic(args, deepspeed=self.is_deepspeed_enabled, aux_loss=aux_loss)
@@ -167,6 +170,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self._reward_thread = new_reward_thread()
         self._session: Session | None = None  # in the main process, during training
         self.add_callback(TimelineCallback(lambda: None if self._session is None else self._session.timeline))
+        self._termination = Termination(self._team.any, lambda: self._saves_checkpoints)
+        self.add_callback(self._termination)
         self._loss_metrics = LossMetrics(caches_are_kept=args.kv_on_publish != "recompute")
         normalizes = args.schedule == "periodic" and args.loss_type in STEP_NORMALIZED_LOSS_TYPES
         self._normalizer = StepNormalizer(args.steps_per_generation) if normalizes else None
@@ -187,6 +192,9 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
 
         Args:
             resume_from_checkpoint: the path of a checkpoint, or `True` for the newest valid one in `output_dir`.
+
+        Raises:
+            Terminated: the process received SIGTERM. The run has saved a checkpoint and has ended.
         """
         if self.args.dry_run:
             print(self.plan())
@@ -195,20 +203,45 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         check_trained_before(self._trained_before, self.is_deepspeed_enabled)
         self._built_with.check(self)
         self._trained_before = True
-        with mode_of_this_thread(self.model), RankWatch(self._team, cleanup=self.close):
+        watch = RankWatch(self._team, cleanup=self.close)
+        with mode_of_this_thread(self.model), self._termination.listening(), watch:
             try:
                 folder = self._resume(resume_from_checkpoint)
-                output = super().train(str(folder) if folder else None, *args, **kwargs)
+                output = self._until_terminated(super().train, str(folder) if folder else None, *args, **kwargs)
             except BaseException:
                 close_after_error(self.close)
                 raise
             self.close()
-            return output
+        if output is None:
+            terminated = Terminated(self._terminated_at())
+            logger.warning("%s", terminated)
+            raise terminated
+        return output
+
+    def _until_terminated(self, train: Callable[..., TrainOutput], *args: Any, **kwargs: Any) -> TrainOutput | None:
+        """What `train` returns, or `None` if a SIGTERM has ended it; what it trained is then saved."""
+        try:
+            return train(*args, **kwargs)
+        except StopRequested:
+            if self._termination.should_save(self.state.global_step):
+                self._save_checkpoint(self.model, trial=None)
+            self.callback_handler.on_train_end(self.args, self.state, self.control)
+            return None
+
+    def _terminated_at(self) -> str:
+        step = self.state.global_step
+        if step == 0 or not self._saves_checkpoints:
+            return f"SIGTERM ended the run after optimizer step {step}, without a checkpoint of that step."
+        return f"SIGTERM ended the run after optimizer step {step}; resume_from_checkpoint=True goes on from there."
+
+    @property
+    def _saves_checkpoints(self) -> bool:
+        return self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint
 
     def _resume(self, resume_from_checkpoint: str | bool | None) -> Path | None:
         """Set this process to the beginning of a new run, or to the moment at which a checkpoint was saved. Returns
         the folder of that checkpoint."""
-        if resume_from_checkpoint or self.args.save_strategy != SaveStrategy.NO:
+        if resume_from_checkpoint or self._saves_checkpoints:
             check_shared(self._team, Path(self.args.output_dir))
         folder = None
         if resume_from_checkpoint:

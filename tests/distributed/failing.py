@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from tests.distributed.runs import build, leave, use_deepspeed
 from tests.runs import LENGTH
 from tests.tiny import VOCAB
+from tests.workers.processes import until
 from trl_a3po.errors import EngineError
 from trl_a3po.testing import StubEngine, scripted_completion
 
@@ -30,10 +31,19 @@ class Fails(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step != FAILS_AT or args.process_index != 1:
             return
+        if self.fault == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.fault == "terminate the launcher":
+            os.kill(os.getppid(), signal.SIGTERM)
+            until(termination_is_asked_for)
         if self.fault == "raise":
             raise ZeroDivisionError("a callback of process 1")
         if self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def termination_is_asked_for() -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
 class DiesInPublish(StubEngine):
@@ -52,6 +62,8 @@ def main() -> None:
         use_deepspeed(folder, int(mode[-1]))
     complete = scripted_completion(VOCAB, LENGTH)
     settings = {"output_dir": str(folder / "run"), "save_strategy": "steps", "save_steps": 1, "max_steps": STEPS}
+    if fault.startswith("terminate"):
+        settings["save_steps"] = STEPS + 1  # only because of the signal
     if fault == "publish":
         settings["engine"] = DiesInPublish(complete)
     if fault == "starve":

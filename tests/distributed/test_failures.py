@@ -7,6 +7,7 @@ import pytest
 from tests.distributed.failing import FAILS_AT, STEPS
 from tests.distributed.launch import launch
 from tests.tiny import save_tiny_model
+from trl_a3po.checkpoints.checkpoint import checkpoints, why_invalid
 
 pytestmark = pytest.mark.timeout(900)
 MODULE = "tests.distributed.failing"
@@ -35,3 +36,28 @@ def test_every_process_ends_with_the_cause_and_the_checkpoint_goes_on(tmp_path, 
     assert resumed.returncode == 0, resumed.stdout[-4000:]
     result = json.loads((tmp_path / "resumed.json").read_text())
     assert result["step"] == STEPS and result["published"][0] in (FAILS_AT - 1, FAILS_AT)
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        ("ddp", "terminate"),
+        pytest.param("ddp", "terminate the launcher", marks=pytest.mark.long),
+        pytest.param("zero3", "terminate", marks=pytest.mark.long),
+    ],
+)
+def test_one_process_that_receives_sigterm_ends_all_at_a_step_that_goes_on(tmp_path, mode, fault):
+    if mode == "zero3":
+        pytest.importorskip("deepspeed")
+    save_tiny_model(tmp_path / "model")
+    ended = launch(MODULE, tmp_path, mode, fault)
+    assert ended.returncode != 0
+    assert "SIGTERM ended the run after optimizer step 4" in ended.stdout, ended.stdout[-4000:]
+    if fault == "terminate":
+        assert "exitcode  : 75" in ended.stdout
+    [folder] = checkpoints(tmp_path / "run")
+    assert folder.name == f"checkpoint-{FAILS_AT + 1}" and why_invalid(folder) is None
+
+    resumed = launch(MODULE, tmp_path, mode, "nothing")
+    assert resumed.returncode == 0, resumed.stdout[-4000:]
+    assert json.loads((tmp_path / "resumed.json").read_text())["step"] == STEPS

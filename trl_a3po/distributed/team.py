@@ -17,6 +17,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from trl_a3po.errors import TeamError
@@ -77,6 +78,15 @@ class Team:
         with self._peers_must_live("gather from the others"):
             dist.gather_object(value, values, dst=0, group=self._group)
         return values
+
+    def any(self, value: bool) -> bool:
+        """Whether `value` is true in one of the processes. Every process calls this."""
+        if self.size == 1:
+            return value
+        found = torch.tensor(int(value), device="cpu")
+        with self._peers_must_live("compare notes with the others"):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return bool(found)
 
     def barrier(self) -> None:
         """Wait until every process has called this."""

@@ -35,7 +35,7 @@ from trl_a3po.rollout.wait_reasons import QueueStatus, overdue_report, queue_sta
 
 logger = logging.getLogger(__name__)
 
-WHILE_WAITING_SECONDS = 10.0  # between two calls of `while_waiting`
+WHILE_WAITING_SECONDS = 1.0  # between two calls of `while_waiting`
 OVERDUE_CLOSE_SECONDS = 0.5  # for reward functions that are known to hang
 
 
@@ -75,7 +75,7 @@ class GenerationQueue:
             must not wait.
         describe_score: returns what the reward functions are doing and what would help if they hang, for the message
             of a `StallError`, or an empty text.
-        while_waiting: called repeatedly on the main thread while it waits, at least every 20 seconds.
+        while_waiting: called repeatedly on the main thread while it waits, about every second.
         runs_episodes: the requests for `engine` hold their dataset rows.
         describe_engine: returns what the engine waits for, and what would help, for the message of a `StallError`, or
             an empty text. It must not wait.

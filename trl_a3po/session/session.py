@@ -42,6 +42,7 @@ class Session:
     def __init__(self, trainer: "A3POTrainer", policy: TrainedPolicy, resumed: RunState | None = None):
         args, version = trainer.args, trainer.state.global_step
         self._policy = policy
+        self._termination = trainer._termination
         self._current_sampling = lambda: _sampling(trainer)
         self._sampling = self._current_sampling()
         self._states = PublishedStates(trainer)
@@ -89,7 +90,7 @@ class Session:
     def take(self, version: int) -> list[Group]:
         """The next groups, to be trained at policy version `version`. It raises what the queue's `take` raises."""
         check_unchanged(self._sampling, self._current_sampling())
-        with self.timeline.span("take", version=version):
+        with self._termination.may_interrupt(), self.timeline.span("take", version=version):
             return self.queue.take(version)
 
     def evaluate(self, trainer: "A3POTrainer", rows: list[dict[str, Any]]) -> list[Group]:
@@ -107,7 +108,10 @@ class Session:
         self._publish(version)
         prompts = evaluation_prompts(trainer, rows)
         with self.timeline.span("evaluation", version=version, groups=len(prompts)):
-            sampled = self.queue.sample([p.token_ids for p in prompts], size, first_noise_key=self.evaluation_noise)
+            with self._termination.may_interrupt():
+                sampled = self.queue.sample(
+                    [p.token_ids for p in prompts], size, first_noise_key=self.evaluation_noise
+                )
             self.evaluation_noise += len(prompts)
             groups = [Group(p, rollouts, None, version) for p, rollouts in zip(prompts, sampled, strict=True)]
             scores = self._scorer.score_all(groups, trainer._team.send_heartbeat)
@@ -172,6 +176,7 @@ class Session:
 
     def _while_waiting(self, trainer: "A3POTrainer") -> None:
         """Called repeatedly on the main thread while it waits for rollouts."""
+        self._termination.raise_if_requested()
         trainer._team.send_heartbeat()
         # The engine needs the weights of the published version, which the trainer has only until its next step.
         if self.published_version == trainer.state.global_step and self.engine.stats().awaits_publish:
