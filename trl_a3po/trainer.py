@@ -166,7 +166,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             warn_of_noise(args, policy)
         check_reward_functions(args, reward_functions(self), self.reward_func_names)
         self._team = Team(timeout=args.ddp_timeout + args.stall_timeout)
-        self._running = self._trained_before = False
+        self._running = self._trained_before = self._has_evaluated = False
         self._reward_thread = new_reward_thread()
         self._session: Session | None = None  # in the main process, during training
         self.add_callback(TimelineCallback(lambda: None if self._session is None else self._session.timeline))
@@ -275,6 +275,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     def close(self) -> None:
         """Stop generating and free the engine. `train` calls it when it ends. Idempotent."""
         self._running, self._resumed, self._current_batch = False, None, CurrentBatch()
+        self._has_evaluated = False
         if self._session is not None:
             self._session.close()
             self._session = None  # only now: if closing is interrupted, the next call closes the session again
@@ -299,6 +300,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             if not self._running:
                 with self._timed("a3po/time/engine_start"):
                     self._start_session()
+            self._end_evaluations()
             if self._take_is_due():
                 generation_batch = self._take()
         elif self._running:
@@ -386,9 +388,16 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         batch.rows = rank_share(rows, self._team.rank, self._team.size)
         return [dict(group.prompt.example) for group, _ in batch.rows]
 
+    def _end_evaluations(self) -> None:
+        """Have the engine sample from the trained weights again if evaluations have had it sample from others."""
+        if self._has_evaluated:
+            self._has_evaluated, version = False, self.state.global_step
+            self._team.run_on_main(lambda: self._main_session.end_evaluations(version))
+
     def _sample_evaluation(self, rows: list[dict[str, Any]]) -> None:
         """Have this process's share of an evaluation batch sampled together with the shares of the others."""
         gathered = self._team.gather(rows)
+        self._has_evaluated = True
 
         def sample() -> list[Group]:
             assert gathered is not None, "the main process receives the rows of all processes"

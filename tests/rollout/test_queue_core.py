@@ -409,3 +409,38 @@ def test_closing_books_the_rest_as_unused_and_names_what_the_engine_still_has():
     assert core.close() == [second.request_id]
     assert core.outcomes().prompt_outcomes == core.outcomes().attempt_outcomes == {"unused": 2}
     assert core.close() == []
+
+
+def test_what_was_in_the_engine_since_a_time_is_sampled_again_at_its_place():
+    now = [0.0]
+    core = make_core(bound=1, clock=lambda: now[0])
+    first, second, third, fourth = (request.request_id for request in core.submissions())
+    finish(core, first)
+    now[0] = 2.0
+    finish(core, second)
+    due = core.next_to_score(), core.next_to_score()
+    assert core.sample_again(1.0, "a reason") == [third, fourth]
+    core.record_score(first, zero_score(due[0][1]))
+    core.record_score(second, zero_score(due[1][1]))  # given up meanwhile
+    finish(core, third)  # as is this
+    assert [item.stage for item in core.order] == ["ready", "to submit", "to submit", "to submit"]
+    again = core.submissions()
+    assert [request.noise_key for request in again] == [1, 2, 3]
+    assert not {request.request_id for request in again} & {first, second, third, fourth}
+    for request in again:
+        finish(core, request.request_id)
+    score_all(core)
+    assert [group.prompt.index for group in core.try_take(0)] == [0, 1]
+    assert core.outcomes().attempt_outcomes == {"unused: a reason": 3, "trained": 2}
+    assert core.outcomes().open_attempts == 2
+
+
+def test_an_attempt_that_was_given_up_is_no_failure():
+    core = make_core(batch=1, bound=0, attempts=2)
+    (request,) = core.submissions()
+    core.sample_again(0.0, "a reason")
+    (request,) = core.submissions()
+    core.engine_event(GroupFailed(request.request_id, "first"))
+    (request,) = core.submissions()
+    with pytest.raises(GenerationFailed, match="failed 2 times"):
+        core.engine_event(GroupFailed(request.request_id, "second"))

@@ -62,7 +62,6 @@ class WorkerEngine:
         self._supervisor: Supervisor | None = None
         self._staging: Staging | None = None
         self._version = 0
-        self._changing: set[str] = set()
         self._publish_seconds = 0.0
         self._published_bytes = 0
         self._closed = False
@@ -100,8 +99,8 @@ class WorkerEngine:
         self._started().cancel(request_ids)
 
     def publish(self, update: WeightUpdate) -> None:
-        """See `Engine.publish`. Raises `ValueError` when the update does not fit the weights the engine holds, leaves
-        out a weight that an incomplete update carried before, or is older than the version published last."""
+        """See `Engine.publish`. Raises `ValueError` when the update does not fit the weights the engine holds, or is
+        older than the version published last."""
         began = time.monotonic()
         supervisor = self._started()
         self._check(update)
@@ -109,8 +108,6 @@ class WorkerEngine:
         with supervisor.writing(update.version, names, self._publish_timeout):
             self._published_bytes = self._started_staging().write(update)
         self._version = update.version
-        if not update.complete:
-            self._changing = set(update.tensors)
         self._publish_seconds = time.monotonic() - began
 
     def score(
@@ -154,10 +151,4 @@ class WorkerEngine:
                     f"The update of version {update.version} has shape {tuple(spec.shape)} for {name!r}, but the "
                     f"engine was started with {shapes[name]}: weights may not change their shape during a run."
                 )
-        left_out = self._changing - set(update.tensors)
-        if left_out:
-            raise ValueError(
-                f"The update of version {update.version} lacks {min(left_out)!r}, which the update before it "
-                "changed: send it as long as it is trained, or a complete update."
-            )
         check_version_order(update, self._version)

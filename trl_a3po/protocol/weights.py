@@ -43,7 +43,7 @@ class WeightUpdate:
             that are spread over processes are gathered during this iteration, a few at a time
             (`publish/partitioned.py`).
         complete: the update holds every parameter and persistent buffer, as the first update does. Otherwise it holds
-            only those that training changes.
+            at least those that differ from the update before, and the engine keeps the others as they are.
     """
 
     version: int

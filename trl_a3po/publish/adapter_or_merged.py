@@ -6,6 +6,7 @@ Guarantees: the model that an engine is built from (`published_spec`) has the we
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.vllm.adapter_support import adapter_obstacle
 from trl_a3po.models.replica import check_replica
+from trl_a3po.models.unwrap import active_adapter
 from trl_a3po.protocol.weights import PolicySpec
 from trl_a3po.publish.collect import check_adapts_weights, policy_sources, policy_spec
 from trl_a3po.publish.merged import CannotMerge, merged_sources, merged_spec
@@ -55,8 +57,22 @@ def check_published(args: A3POConfig, model: PreTrainedModel | PeftModel) -> Non
 def published_sources(
     args: A3POConfig, model: PreTrainedModel | PeftModel
 ) -> Callable[[Any], dict[str, WeightSource]]:
-    """A function that takes the module and returns the sources of the weights of its updates, by name."""
-    return merged_sources if publishes_merged(args, model) else policy_sources
+    """A function that takes the module and returns the sources of the weights of its updates, by name. The names are
+    those of the adapter that is active now, also if another one is active later."""
+    if publishes_merged(args, model):
+        return merged_sources
+    if not isinstance(model, PeftModel):
+        return policy_sources
+    return partial(policy_sources, adapter=active_adapter(model))
+
+
+def check_frozen(args: A3POConfig, model: PreTrainedModel | PeftModel, changed: set[str]) -> None:
+    """Raise `ValueError` for frozen weights that have changed, where the engine is sent the adapter alone."""
+    if args.engine == "vllm" and isinstance(model, PeftModel) and not publishes_merged(args, model):
+        raise ValueError(
+            f"Frozen weights of the model have changed during training ({min(changed)!r}, {len(changed)} in all), but "
+            "engine='vllm' is sent the adapter alone: set lora_sync='merged', or leave these weights as they are."
+        )
 
 
 def publishes_merged(args: A3POConfig, model: PreTrainedModel | PeftModel) -> bool:

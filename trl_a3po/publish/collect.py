@@ -19,6 +19,7 @@ from trl_a3po.models.replica import named_weights
 from trl_a3po.models.unwrap import active_adapter, base_model
 from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 from trl_a3po.publish.quantised import dequantised_source, drop_quantisation, is_quantised, owning_module
+from trl_a3po.publish.switched_adapters import check_same_adapter, layers_without_adapter, sources_without_effect
 from trl_a3po.publish.weight_sources import WeightSource, local_update
 
 
@@ -69,17 +70,29 @@ def plain_config(base: PreTrainedModel) -> PreTrainedConfig:
     return config
 
 
-def policy_sources(model: PreTrainedModel | PeftModel) -> dict[str, WeightSource]:
+def policy_sources(model: PreTrainedModel | PeftModel, adapter: str | None = None) -> dict[str, WeightSource]:
     """The sources of every parameter and persistent buffer of `model`, by name; quantised weights are dequantised.
-    Leaves out adapters other than the active one, such as a reference policy."""
-    others = _other_adapters(model)
+    Leaves out adapters other than the active one, such as a reference policy.
+
+    Args:
+        model: the policy.
+        adapter: the adapter that the engine was built with. If another one is active now, its weights take the names
+            of this one. Default: the active one.
+
+    Raises:
+        ValueError: the weights of an adapter cannot stand for the policy as it is now.
+    """
+    if not isinstance(model, PeftModel):
+        return {name: _source(model, name, weight) for name, weight in named_weights(model).items()}
+    active, others = active_adapter(model), _other_adapters(model)
     weights = {name: weight for name, weight in named_weights(model).items() if not _belongs(name, others)}
-    return {
-        name: dequantised_source(owning_module(model, name))
-        if is_quantised(weight)
-        else WeightSource.of_tensor(weight)
-        for name, weight in weights.items()
-    }
+    sources = {name: _source(model, name, weight) for name, weight in weights.items()}
+    for path, layer in layers_without_adapter(model).items():
+        sources |= sources_without_effect(path, layer, sources, active)
+    if adapter in (None, active):
+        return sources
+    check_same_adapter(model, str(adapter), active)
+    return {_renamed(name, model, active, str(adapter)): source for name, source in sources.items()}
 
 
 def collect_weights(model: PreTrainedModel | PeftModel, version: int, *, complete: bool) -> WeightUpdate:
@@ -92,19 +105,34 @@ def collect_weights(model: PreTrainedModel | PeftModel, version: int, *, complet
     return local_update(policy_sources(model), version, complete=complete)
 
 
-def _other_adapters(model: PreTrainedModel | PeftModel) -> set[str]:
-    """Parts of names that mark a tensor of an inactive adapter: `.holder.adapter.` for each module that holds
-    adapters."""
-    if not isinstance(model, PeftModel):
-        return set()
-    holders = {
+def _source(model: PreTrainedModel | PeftModel, name: str, weight: torch.Tensor) -> WeightSource:
+    if is_quantised(weight):
+        return dequantised_source(owning_module(model, name))
+    return WeightSource.of_tensor(weight)
+
+
+def _holders(model: PeftModel) -> set[str]:
+    """Names of the attributes in which modules hold tensors of adapters."""
+    return {
         holder
         for module in model.modules()
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
         for holder in (*module.adapter_layer_names, *module.other_param_names)
     }
+
+
+def _other_adapters(model: PeftModel) -> set[str]:
+    """Parts of names that mark a tensor of an inactive adapter: `.holder.adapter.` for each module that holds
+    adapters."""
     others = set(model.peft_config) - {active_adapter(model)}
-    return {f".{holder}.{adapter}." for holder in holders for adapter in others}
+    return {f".{holder}.{adapter}." for holder in _holders(model) for adapter in others}
+
+
+def _renamed(name: str, model: PeftModel, active: str, adapter: str) -> str:
+    """The name of a tensor of the adapter `active` as a tensor of `adapter`."""
+    for holder in _holders(model):
+        name = f"{name}.".replace(f".{holder}.{active}.", f".{holder}.{adapter}.")[:-1]
+    return name
 
 
 def _belongs(name: str, markers: set[str]) -> bool:

@@ -22,6 +22,7 @@ from trl_a3po.errors import DeliveryError
 from trl_a3po.protocol.engine import Engine
 from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.delivery_faults import CAUSES, StartMeasurements, distance, fault_after_publish
+from trl_a3po.publish.fingerprint import Fingerprint
 from trl_a3po.publish.perturbation import MAX_MOVEMENT, MIN_MOVEMENT, StrengthSearch
 
 NUM_PROBES, PROMPT_TOKENS, COMPLETION_TOKENS = 2, 8, 8
@@ -49,7 +50,10 @@ class TrainedPolicy(Protocol):
     """The trained policy as the main process uses it: `LocalPolicy` or `PartitionedPolicy`."""
 
     def update(self, version: int, *, complete: bool = False) -> WeightUpdate:
-        """Its weights as `version`: all of them, or those that training changes."""
+        """Its weights as `version`: all of them, or those that have changed since the update before."""
+
+    def fingerprint(self) -> Fingerprint:
+        """What its weights are now."""
 
     def logps(self, prompts: list[list[int]], completions: list[list[int]], temperature: float) -> torch.Tensor:
         """The trainer's log-probs of the completions, `(N, T)`, on the CPU."""

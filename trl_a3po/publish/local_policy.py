@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from trl_a3po.models.eval_mode import eval_mode
 from trl_a3po.protocol.weights import WeightUpdate
+from trl_a3po.publish.changed_weights import ChangedWeights
+from trl_a3po.publish.fingerprint import Fingerprint, fingerprint
 from trl_a3po.publish.perturbation import perturbed_weights
 from trl_a3po.publish.weight_sources import WeightSource, local_update
 
@@ -29,15 +31,22 @@ class LocalPolicy:
     Args:
         model: the trained module, unwrapped.
         sources: the sources of the weights of an update, given the module.
+        check_frozen: as in `ChangedWeights`.
     """
 
-    def __init__(self, model: Model, sources: Callable[[Any], Mapping[str, WeightSource]]):
+    def __init__(
+        self,
+        model: Model,
+        sources: Callable[[Any], Mapping[str, WeightSource]],
+        check_frozen: Callable[[set[str]], None] = lambda _: None,
+    ):
         self._model = model
         self._sources = sources
+        self._changed = ChangedWeights(sources(model), check_frozen)
         self._weights: dict[str, torch.Tensor] = {}
 
     def update(self, version: int, *, complete: bool = False) -> WeightUpdate:
-        weights = self._weights
+        weights, also = self._weights, self._changed.names(self._sources(self._model))
 
         def evaluate(value: Callable[[], torch.Tensor]) -> torch.Tensor:
             return call_with_weights(self._model, weights, lambda _: value())
@@ -45,8 +54,11 @@ class LocalPolicy:
         return call_with_weights(
             self._model,
             weights,
-            lambda model: local_update(self._sources(model), version, complete=complete, evaluate=evaluate),
+            lambda model: local_update(self._sources(model), version, complete=complete, also=also, evaluate=evaluate),
         )
+
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint(self._sources(self._model))
 
     def logps(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float

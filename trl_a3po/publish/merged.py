@@ -1,7 +1,8 @@
 """`lora_sync="merged"`: the policy as a plain model, with its LoRA adapter merged into the published weights.
 
 Guarantees: the trained module is only read. A merged weight (`W + scale * B @ A`, or its DoRA form) is a new tensor,
-so no rounding accumulates in the weights that are trained; while an engine reads an update, at most two merged weights
+so no rounding accumulates in the weights that are trained; an adapter that is disabled, or that is merged already, is
+left out; while an engine reads an update, at most two merged weights
 exist.
 """
 
@@ -71,7 +72,7 @@ def _walk(module: nn.Module, path: str, adapter: str) -> Iterator[tuple[str, tor
     if isinstance(module, (Linear, Embedding)):
         yield from _walk_lora(module, path, adapter)
     elif isinstance(module, ModulesToSaveWrapper):
-        trained = adapter in module.modules_to_save
+        trained = adapter in module.modules_to_save and not module.disable_adapters
         yield from _walk(module.modules_to_save[adapter] if trained else module.original_module, path, adapter)
     elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
         raise _cannot_merge(module, path)
@@ -91,18 +92,19 @@ def _walk_lora(
             f"cannot merge {path.rstrip('.')!r}: lora_bias=True trains a bias there, but the layer itself has no bias"
         )
     tensors = tuple(layer.parameters())
+    made_of = "" if layer.disable_adapters or layer.merged else adapter
     for name, tensor in _own(layer.get_base_layer()):
         if adapted and name == "weight":
             yield (
                 f"{path}{name}",
                 None,
-                WeightSource(True, (tensor, *tensors), lambda: _merged_weight(layer, adapter), tensor),
+                WeightSource(True, (tensor, *tensors), lambda: _merged_weight(layer, adapter), tensor, made_of),
             )
         elif adapted and name == "bias" and layer.lora_bias[adapter]:
             yield (
                 f"{path}{name}",
                 None,
-                WeightSource(True, (tensor, *tensors), lambda: _merged_bias(layer, adapter), tensor),
+                WeightSource(True, (tensor, *tensors), lambda: _merged_bias(layer, adapter), tensor, made_of),
             )
         else:
             yield f"{path}{name}", tensor, WeightSource.of_tensor(tensor)
@@ -119,6 +121,8 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _merged_weight(layer: Linear | Embedding, adapter: str) -> torch.Tensor:
     base: Any = layer.get_base_layer()
     weight: torch.Tensor = base.weight.detach()
+    if layer.disable_adapters or layer.merged:
+        return weight
     if adapter in layer.lora_variant:
         merged: torch.Tensor = layer.lora_variant[adapter].merge_safe(layer, adapter, weight.clone())
         return merged.detach()
@@ -129,6 +133,8 @@ def _merged_weight(layer: Linear | Embedding, adapter: str) -> torch.Tensor:
 @torch.no_grad()
 def _merged_bias(layer: Any, adapter: str) -> torch.Tensor:
     base: torch.Tensor = layer.get_base_layer().bias.detach()
+    if layer.disable_adapters or layer.merged:
+        return base
     delta: torch.Tensor = layer.lora_B[adapter].bias.detach() * layer.scaling[adapter]
     return base + delta
 

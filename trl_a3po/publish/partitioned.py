@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from trl_a3po.distributed.team import Team
 from trl_a3po.models.eval_mode import eval_mode
 from trl_a3po.protocol.weights import GatheredTensors, WeightUpdate
+from trl_a3po.publish.changed_weights import ChangedWeights
+from trl_a3po.publish.fingerprint import Fingerprint, fingerprint
 from trl_a3po.publish.perturbation import PerturbationNoise
 from trl_a3po.publish.weight_sources import WeightSource, full_shape
 
@@ -30,23 +32,28 @@ class PartitionedPolicy:
     Args:
         team: the processes.
         model: the trained module, unwrapped.
-        sources: the sources of the weights of an update, by name.
+        sources: the sources of the weights of an update, given the module.
         forward: `(input_ids, length)` -> log-probs of the last `length` tokens, by the training forward, which has a
             DeepSpeed trace of its own for this (`forward/zero_traces.py`).
+        check_frozen: as in `ChangedWeights`.
     """
 
     def __init__(
         self,
         team: Team,
         model: PreTrainedModel | PeftModel,
-        sources: Mapping[str, WeightSource],
+        sources: Callable[[Any], Mapping[str, WeightSource]],
         forward: Callable[[torch.Tensor, int], torch.Tensor],
+        check_frozen: Callable[[set[str]], None] = lambda _: None,
     ):
         self._team = team
         self._model = model
-        self._sources = sources
+        self._sources_of = sources
+        self._sources = sources(model)
+        self._changed = ChangedWeights(self._sources, check_frozen)
         self._forward = forward
         self._original: dict[str, torch.Tensor] = {}
+        team.on_call("sources", self._read_sources)
         team.on_call("gather", self._help_gather)
         team.on_call("logps", self._logps)
         team.on_call("perturb", self._perturb)
@@ -56,10 +63,16 @@ class PartitionedPolicy:
 
     def update(self, version: int, *, complete: bool = False) -> WeightUpdate:
         """Its weights as `version`, gathered bucket by bucket while an engine reads them."""
-        chosen = {name: source for name, source in self._sources.items() if complete or source.trained}
+        self._team.call_others("sources")
+        self._read_sources()
+        names = self._changed.names(self._sources)
+        chosen = {name: source for name, source in self._sources.items() if complete or name in names}
         specs = {name: _spec(source) for name, source in chosen.items()}
         sizes = {name: sum(map(_full_bytes, source.tensors)) for name, source in chosen.items()}
         return WeightUpdate(version, GatheredTensors(specs, buckets(sizes, BUCKET_BYTES), self._gathered), complete)
+
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint(self._sources_of(self._model))
 
     def logps(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
@@ -91,6 +104,10 @@ class PartitionedPolicy:
     def _help_gather(self, names: Sequence[str]) -> None:
         with _gathered(self._tensors(names)):
             pass
+
+    def _read_sources(self) -> None:
+        """See the module as it is now: another adapter may be active, and other weights may be trained."""
+        self._sources = self._sources_of(self._model)
 
     @torch.no_grad()
     def _logps(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> torch.Tensor:

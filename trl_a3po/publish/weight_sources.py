@@ -1,6 +1,6 @@
 """Where each weight of an update comes from, known before anything is gathered or computed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,12 +21,14 @@ class WeightSource:
         value: makes the weight, detached, from the values that the module has when this is called.
         template: a tensor with the shape and dtype of the weight and arbitrary values, where `value` makes a new
             tensor, which then exists only while an engine reads it; `None` where `value` returns a view.
+        made_of: what decides the weight beside the values of `tensors`, such as the adapter that is active.
     """
 
     trained: bool
     tensors: tuple[torch.Tensor, ...]
     value: Callable[[], torch.Tensor]
     template: torch.Tensor | None = None
+    made_of: str = ""
 
     @property
     def shape(self) -> torch.Size:
@@ -46,15 +48,16 @@ def local_update(
     version: int,
     *,
     complete: bool,
+    also: Collection[str] = (),
     evaluate: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda value: value(),
 ) -> WeightUpdate:
     """The update of a module whose tensors are all in this process: live views, and new tensors made one at a time.
 
     Args:
-        complete: every weight; otherwise only those that training changes.
+        complete: every weight; otherwise only those that training changes, and those of `also`.
         evaluate: calls the `value` of a source while the module holds the values that the update shall have.
     """
-    chosen = {name: source for name, source in sources.items() if complete or source.trained}
+    chosen = {name: source for name, source in sources.items() if complete or source.trained or name in also}
     views = {name: source.value() for name, source in chosen.items() if source.template is None}
     templates = {name: source.template for name, source in chosen.items() if source.template is not None}
     if not templates:

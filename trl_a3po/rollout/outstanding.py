@@ -87,6 +87,15 @@ class OutstandingPrompt:
         self.oldest, self.newest = _version_range(group.rollouts)
         self.group = group
 
+    def forget_group(self) -> None:
+        """The prompt has no group any more: it is to be sampled again."""
+        self.group = self.oldest = self.newest = None
+
+    def was_in_engine(self, since: float) -> bool:
+        """Whether the present attempt was in the engine at the time `since` or later."""
+        submitted, finished = (self.stage_times.get(name) for name in ("in the engine", "waiting for its reward"))
+        return self.stage != "to submit" and submitted is not None and (finished is None or finished >= since)
+
     def receive(self, event: GroupFinished, num_rollouts: int, *, lagged: bool) -> None:
         """Keep the rollouts that the engine returned.
 

@@ -203,6 +203,15 @@ class GenerationQueue:
         self._shared.raise_if_over()
         self._published(version)
 
+    def sample_again(self, since: float) -> None:
+        """Have everything sampled again that was in the engine at the time `since` (`time.monotonic`) or later,
+        because an evaluation had it sample from other weights than those that are trained. Main thread only."""
+        with self._changed:
+            self._shared.raise_if_over()
+            given_up = self._core.sample_again(since, "sampled from weights of an evaluation")
+            self._shared.to_cancel.extend(given_up)
+            self._shared.progress()
+
     def take(self, version: int) -> list[Group]:
         """The next B groups, in submission order, to be trained at policy version `version`. Main thread only.
 

@@ -65,6 +65,7 @@ class QueueCore:
         self._requests = 0
         self._rejected_in_a_row = 0
         self._by_request: dict[int, OutstandingPrompt] = {}
+        self._given_up: set[int] = set()  # request ids of attempts of which something may still be reported
         self._ledger = Ledger()
 
     # --- what is known ------------------------------------------------------------------------------------------
@@ -202,6 +203,8 @@ class QueueCore:
             StampError: a token is older than the version published when the attempt was submitted.
             GenerationFailed: it was the last attempt that the prompt may have.
         """
+        if event.request_id in self._given_up:
+            return
         item = self._by_request.get(event.request_id)
         if item is None or item.stage != "in the engine":
             raise EngineError(
@@ -237,6 +240,8 @@ class QueueCore:
         Raises:
             StallError: too many groups in a row were rejected.
         """
+        if request_id in self._given_up:
+            return
         item = self._by_request[request_id]
         if isinstance(result, Rejection):
             if self.plan.lag is not None:
@@ -253,6 +258,21 @@ class QueueCore:
             item.finished_group.score = result
         self._rejected_in_a_row = 0
         self._enter_stage(item, "ready")
+
+    def sample_again(self, since: float, reason: str) -> list[int]:
+        """Give up every attempt that was in the engine at the time `since` or later, and have its prompt sampled again
+        at its place in the order. Returns the ids of the requests that are still in the engine."""
+        in_engine = []
+        for item in self.order:
+            if not item.was_in_engine(since):
+                continue
+            if item.stage == "in the engine":
+                in_engine.append(item.request_id)
+            self._given_up.add(item.request_id)
+            self._end_attempt(item, "unused", reason)
+            item.forget_group()
+            self._enter_stage(item, "to submit")
+        return in_engine
 
     def try_take(self, version: int) -> list[Group] | None:
         """The next batch, in submission order, taken at policy version `version`; `None` if the take has to wait.
@@ -359,13 +379,13 @@ class QueueCore:
     def _attempt_failed(self, item: OutstandingPrompt, reason: str) -> None:
         self._end_attempt(item, "failed", reason)
         item.failures.append(reason)
-        if item.attempt < self.max_attempts:
+        if len(item.failures) < self.max_attempts:
             self._enter_stage(item, "to submit")
             return
         self.order.remove(item)
         self._ledger.end_prompt(item.prompt.index, "failed", reason)
         raise GenerationFailed(
-            f"Prompt {item.prompt.index} failed {item.attempt} times, which is the limit "
+            f"Prompt {item.prompt.index} failed {len(item.failures)} times, which is the limit "
             f"(max_attempts={self.max_attempts}): "
             + "; ".join(f"attempt {number}: {reason}" for number, reason in enumerate(item.failures, start=1))
         )

@@ -21,6 +21,7 @@ class SharedState:
         self.changed = threading.Condition()
         self.core = core
         self.evaluation: EvaluationRequests | None = None
+        self.to_cancel: list[int] = []  # request ids for the rollout thread
         self.error: A3POError | None = None
         self.closed = False
         self.last_progress = time.monotonic()

@@ -49,7 +49,9 @@ def _guarded(shared: SharedState, loop: Callable[[], None]) -> None:
 def _rollout_loop(shared: SharedState, engine: Engine) -> None:
     """Submit what admission allows, and pass on what the engine finishes, until the queue is over."""
     while (work := _next_submissions(shared)) is not None:
-        requests, busy = work
+        cancelled, requests, busy = work
+        if cancelled:
+            engine.cancel(cancelled)
         if requests:
             engine.submit(requests)
         _handle_events(shared, engine.wait(ENGINE_POLL_SECONDS if busy else 0.0))
@@ -60,13 +62,14 @@ def _rollout_loop(shared: SharedState, engine: Engine) -> None:
         engine.cancel(in_engine)
 
 
-def _next_submissions(shared: SharedState) -> tuple[list[GroupRequest], bool] | None:
-    """What to submit to the engine now, the run's own prompts first, and whether that leaves the engine with work;
-    `None` when the queue is over. Waits a moment if the engine has no work."""
+def _next_submissions(shared: SharedState) -> tuple[list[int], list[GroupRequest], bool] | None:
+    """What to cancel in the engine and what to submit to it now, the run's own prompts first, and whether that leaves
+    the engine with work; `None` when the queue is over. Waits a moment if the engine has no work."""
     with shared.changed:
         if shared.over:
             return None
         evaluation = [] if shared.evaluation is None else shared.evaluation.submissions()
+        cancelled, shared.to_cancel = shared.to_cancel, []
         requests = shared.core.submissions() + evaluation
         shared.set_blocked_by_staleness(shared.core.admission() == "max_staleness")
         if requests:
@@ -74,7 +77,7 @@ def _next_submissions(shared: SharedState) -> tuple[list[GroupRequest], bool] | 
         busy = shared.core.count("in the engine") > 0 or shared.evaluation is not None
         if not busy:
             shared.changed.wait(IDLE_POLL_SECONDS)
-        return requests, busy
+        return cancelled, requests, busy
 
 
 def _handle_events(shared: SharedState, events: Sequence[EngineEvent]) -> None:

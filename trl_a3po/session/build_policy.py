@@ -1,10 +1,11 @@
 """The trainer's policy as its session publishes and checks it, in this process or spread over several."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from trl_a3po.publish.adapter_or_merged import published_sources
+from trl_a3po.publish.adapter_or_merged import check_frozen, published_sources
 from trl_a3po.publish.local_policy import LocalPolicy
 from trl_a3po.publish.partitioned import PartitionedPolicy
 
@@ -16,14 +17,15 @@ def build_policy(trainer: "A3POTrainer") -> LocalPolicy | PartitionedPolicy:
     """The trainer's policy. Every process calls this at the same place."""
     model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
     sources = published_sources(trainer.args, model)
+    frozen = partial(check_frozen, trainer.args, model)
     if zero_stage(trainer) == 3:
 
         def forward(input_ids: torch.Tensor, length: int) -> torch.Tensor:
             ids = input_ids.to(accelerator.device)
             return trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), length)[0]
 
-        return PartitionedPolicy(trainer._team, model, sources(model), forward)
-    return LocalPolicy(model, sources)
+        return PartitionedPolicy(trainer._team, model, sources, forward, frozen)
+    return LocalPolicy(model, sources, frozen)
 
 
 def zero_stage(trainer: "A3POTrainer") -> int:

@@ -57,6 +57,9 @@ class CheckpointHooks(GRPOTrainer):
     def _show_row_weights(self) -> None:
         raise NotImplementedError
 
+    def _end_evaluations(self) -> None:
+        raise NotImplementedError
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run_dir = self._get_output_dir(trial=trial)
         if not self._running:  # outside of training there is no queue to save
@@ -65,6 +68,7 @@ class CheckpointHooks(GRPOTrainer):
             return
         folder = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._show_row_weights()
+        self._end_evaluations()
         with _written_whole(self, folder):
             save_run(self, folder)
             # The new checkpoint is not valid yet: older ones are deleted, and the new one is pushed, after this block.

@@ -4,6 +4,7 @@ Guarantees: if a part fails to start, the parts started before it are closed; we
 and nowhere else, and their delivery is checked when due.
 """
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from trl_a3po.config import A3POConfig
@@ -23,6 +24,7 @@ from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evalu
 from trl_a3po.session.prompt_rows import prompt_rows, tokenize_or_leave_out
 from trl_a3po.session.resuming import RunState, new_run
 from trl_a3po.session.sampling import check_unchanged, sampling_settings
+from trl_a3po.session.served_weights import ServedWeights, check_same_model
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
@@ -43,12 +45,14 @@ class Session:
         args, version = trainer.args, trainer.state.global_step
         self._policy = policy
         self._termination = trainer._termination
+        self._model = trainer.accelerator.unwrap_model(trainer.model)
         self._current_sampling = lambda: _sampling(trainer)
         self._sampling = self._current_sampling()
         self._states = PublishedStates(trainer)
         self._scorer = build_scorer(trainer, self._states)
         # With a fixed lag, every batch has its own publish.
         self._weight_sync_steps = args.weight_sync_steps if args.lag is None else 1
+        self._served = ServedWeights(policy.fingerprint)
         self._evaluation = EvaluationScores()
         self.evaluation_noise = FIRST_NOISE_KEY
         self._delivery: DeliveryCheck | None = None
@@ -87,6 +91,15 @@ class Session:
             self._publish(version)
             self.publishes_counted_from = version
 
+    def end_evaluations(self, version: int) -> None:
+        """Before training goes on: publish the policy once more if evaluations have left other weights in the engine,
+        such as averaged ones, and have every rollout that was sampled from those sampled again."""
+        since = self._served.end_evaluations()
+        if self._served.differ:
+            self._publish(version)
+        if since is not None:
+            self.queue.sample_again(since)
+
     def take(self, version: int) -> list[Group]:
         """The next groups, to be trained at policy version `version`. It raises what the queue's `take` raises."""
         check_unchanged(self._sampling, self._current_sampling())
@@ -94,18 +107,19 @@ class Session:
             return self.queue.take(version)
 
     def evaluate(self, trainer: "A3POTrainer", rows: list[dict[str, Any]]) -> list[Group]:
-        """Sample and score an evaluation batch from the current policy, while the rollouts of training continue.
+        """Sample and score an evaluation batch from the policy as it is now, while the rollouts of training continue.
 
         Args:
             trainer: the trainer.
             rows: the rows of the batch, each repeated `num_generations_eval` times.
 
         Raises:
-            ValueError: the batch does not hold whole groups.
+            ValueError: the batch does not hold whole groups, or `trainer.model` is another model.
         """
         check_unchanged(self._sampling, self._current_sampling())
+        check_same_model(self._model, trainer.accelerator.unwrap_model(trainer.model))
         version, size = trainer.state.global_step, trainer.num_generations_eval
-        self._publish(version)
+        self._publish(version, for_evaluation=True)
         prompts = evaluation_prompts(trainer, rows)
         with self.timeline.span("evaluation", version=version, groups=len(prompts)):
             with self._termination.may_interrupt():
@@ -149,13 +163,14 @@ class Session:
                 self.timeline.close()
 
     def _start_engine(self, trainer: "A3POTrainer", version: int) -> None:
-        args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+        args, model = trainer.args, self._model
         spec = published_spec(args, model, engine_dtype(args, model, trainer.accelerator.mixed_precision))
         with (
             progress_line("starting the engine", not args.disable_tqdm),
             self.timeline.span("engine_start", version=version),
         ):
             self.engine.start(spec, self._sampling, self._policy.update(version, complete=True))
+        self._served.published(time.monotonic(), for_evaluation=False)
 
     def _check_delivery(self, args: A3POConfig, prompts: PromptStream, version: int) -> DeliveryCheck | None:
         """The delivery check, after its first run; `None` if there is no prompt, and so nothing to sample."""
@@ -182,14 +197,17 @@ class Session:
         if self.published_version == trainer.state.global_step and self.engine.stats().awaits_publish:
             self.engine.publish(self._policy.update(self.published_version))
 
-    def _publish(self, version: int) -> None:
-        """Publish the policy as `version`, unless it is published already, and check its delivery if that is due."""
-        if version == self.published_version:
+    def _publish(self, version: int, *, for_evaluation: bool = False) -> None:
+        """Publish the policy as `version`, unless the engine has these weights already, and check its delivery if that
+        is due."""
+        if version == self.published_version and not self._served.differ:
             return
         self._states.published(version)
+        began = time.monotonic()
         with self.timeline.span("publish", version=version):
             self.queue.publish(self._policy.update(version))
         self.published_version = version
+        self._served.published(began, for_evaluation=for_evaluation)
         if self._delivery is not None:
             self._delivery.after_publish(version)
 
