@@ -29,6 +29,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, set_seed
 
 from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.report.history import read_history
 from trl_a3po.report.plot_run import plot_run
 
 PROMPTS, GENERATIONS = 4, 8  # a batch: 32 completions
@@ -191,10 +192,9 @@ def main():
 
     folder = Path(arguments.output_dir)
     trainer.save_model(str(folder / "adapter"))
-    (folder / "log_history.json").write_text(json.dumps(trainer.state.log_history, indent=1))
-    plot_run(
-        trainer.state.log_history, folder / "run.png", title=f"{Path(path).name} learns sums ({arguments.schedule})"
-    )
+    history = read_history(folder)  # every metric; trainer.state.log_history has those of the console
+    (folder / "log_history.json").write_text(json.dumps(history, indent=1))
+    plot_run(history, folder / "run.png", title=f"{Path(path).name} learns sums ({arguments.schedule})")
     console.print(f"adapter, log and plot are in {folder}")
 
 

@@ -104,6 +104,7 @@ def run(arguments, method: str, staleness: int, seed: int, folder: str) -> list[
         loss_type="grpo",
         seed=seed,
         logging_steps=1,
+        log_all_metrics=True,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,

@@ -120,7 +120,8 @@ def build(
     options = {name: settings.pop(name) for name in TRAINER_ARGUMENTS if name in settings}
     ours = issubclass(trainer_class, A3POTrainer)
     if ours:
-        settings = {"max_staleness": 0, "engine": StubEngine(COMPLETE), "delivery_check_steps": 0, **settings}
+        quick = {"engine": StubEngine(COMPLETE), "delivery_check_steps": 0}
+        settings = {"max_staleness": 0, "log_all_metrics": True, **quick, **settings}
     settings = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,

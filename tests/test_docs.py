@@ -118,8 +118,13 @@ def test_the_code_of_the_page_on_metrics_reads_a_run(model_path, tmp_path):
 
 def documented_metrics() -> list[str]:
     """Patterns of the names in the tables of docs/metrics.md; `…` stands for anything."""
-    patterns = []
-    for cells in rows(ROOT / "docs" / "metrics.md", "metric"):
+    return metric_names(rows(ROOT / "docs" / "metrics.md", "metric"))
+
+
+def metric_names(table: list[list[str]]) -> list[str]:
+    """The names in the first column, each in full."""
+    patterns: list[str] = []
+    for cells in table:
         for name in re.findall(r"`([^`]+)`", cells[0]):
             full = name if name.startswith("a3po/") else f"{patterns[-1].rsplit('/', name.count('/') + 1)[0]}/{name}"
             patterns.append(full)

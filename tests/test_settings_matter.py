@@ -64,6 +64,7 @@ IN_A_RUN = {  # as above, of settings that show only in a run
     "dry_run": (False, True, {}),
     "packed_forward": ("auto", "off", {}),
     "shared_prompt": ("auto", "off", {}),
+    "log_all_metrics": (False, True, {}),
 }
 OF_AN_OBJECTIVE = {  # setting -> the objective it belongs to
     setting: objective

@@ -67,8 +67,10 @@ from trl_a3po.objectives import token_staleness
 from trl_a3po.objectives.inputs import per_token
 from trl_a3po.protocol.records import Group
 from trl_a3po.publish.quantised import prevent_repacking
+from trl_a3po.report.at_a_glance import LogEvent
 from trl_a3po.report.completions_table import completion_columns
 from trl_a3po.report.loss_metrics import LossMetrics
+from trl_a3po.report.progress import restart_clocks
 from trl_a3po.report.run_timeline import TimelineCallback
 from trl_a3po.report.take_metrics import TakeMetrics, add_seconds
 from trl_a3po.report.trainer_plan import trainer_plan
@@ -79,7 +81,7 @@ from trl_a3po.session.build_engine import engine_dtype, engine_slots
 from trl_a3po.session.build_policy import build_policy, zero_stage
 from trl_a3po.session.build_scorer import new_reward_thread, reward_functions, scoring_outside_training
 from trl_a3po.session.checkpoint_hooks import CheckpointHooks
-from trl_a3po.session.closing import close_after_error
+from trl_a3po.session.closing import close_after_error, end_with_users_line
 from trl_a3po.session.current_batch import CurrentBatch
 from trl_a3po.session.loss_inputs import LossInputs
 from trl_a3po.session.prompt_rows import check_all_rows
@@ -208,8 +210,9 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             try:
                 folder = self._resume(resume_from_checkpoint)
                 output = self._until_terminated(super().train, str(folder) if folder else None, *args, **kwargs)
-            except BaseException:
+            except BaseException as error:
                 close_after_error(self.close)
+                end_with_users_line(error)
                 raise
             self.close()
         if output is None:
@@ -298,8 +301,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     def _prepared_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if self.model.training:
             if not self._running:
-                with self._timed("a3po/time/engine_start"):
-                    self._start_session()
+                self._start_session_untimed()
             self._end_evaluations()
             if self._take_is_due():
                 generation_batch = self._take()
@@ -348,6 +350,13 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
                 name,
                 self.args.objective,
             )
+
+    def _start_session_untimed(self) -> None:
+        """Start the session, without counting its seconds into the time of the step or into the progress bar's."""
+        with self._timed("a3po/time/engine_start"):
+            self._start_session()
+        self._current_train_step_time -= self._metrics["train"]["a3po/time/engine_start"][-1]
+        restart_clocks(self.callback_handler.callbacks)
 
     def _start_session(self) -> None:
         policy = build_policy(self)
@@ -594,9 +603,11 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             for name, value in self._loss_metrics.collect(self._team).items():
                 self._metrics["train"][name].append(value)
             self._show_row_weights()
-        super().log(logs, start_time)
+        event = LogEvent(self.callback_handler, shows_all=self.args.log_all_metrics)
+        with temporarily(self, callback_handler=event):
+            super().log(logs, start_time)
         if self._session is not None:
-            self._session.timeline.log(self.state.log_history[-1])
+            self._session.timeline.log(event.entry)
 
     def _show_row_weights(self) -> None:
         weights = self._current_batch.row_weights

@@ -109,6 +109,7 @@ def train(arguments) -> None:
         trainer_class = A3POTrainer
         args = A3POConfig(
             **settings,
+            log_all_metrics=True,
             generation_kwargs={"min_new_tokens": arguments.tokens},
             **generating(arm, cpu),
             engine_slots=arguments.slots,

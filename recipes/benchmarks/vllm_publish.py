@@ -85,6 +85,7 @@ def train_a3po(arguments, way: str, one_gpu: bool) -> dict[str, float]:
     model = random_model(arguments.shape, len(tokenizer), torch.float32 if arguments.cpu else torch.bfloat16, False)
     args = A3POConfig(
         **common(arguments),
+        log_all_metrics=True,
         generation_kwargs={"min_new_tokens": arguments.tokens},
         max_staleness=2,
         engine="vllm",

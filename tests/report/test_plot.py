@@ -42,12 +42,6 @@ def test_the_parts_of_a_step_add_up_to_its_time():
     np.testing.assert_allclose(heights.sum(0), 4.0)
 
 
-def test_starting_the_engine_is_no_work_of_a_step():
-    bars = axes_named(run_figure(history(2, **{"a3po/time/engine_start": 2.0})), "Seconds a step").patches
-    assert sum(bar.get_height() for bar in bars) == pytest.approx(2 * 2.0)
-    assert waiting_share(history(2, **{"a3po/time/engine_start": 2.0})) == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize("steps", [61, 90, 119, 120, 600])
 def test_many_steps_are_averaged_into_at_most_60_equal_bars(steps):
     bars = axes_named(run_figure(history(steps)), "Seconds a step").patches

@@ -25,6 +25,7 @@ from trl_a3po.config.plan import config_plan
 from trl_a3po.config.settings import (
     EngineSettings,
     ForwardSettings,
+    LogSettings,
     ObjectiveChoice,
     RewardSettings,
     StalenessSettings,
@@ -55,6 +56,7 @@ class A3POConfig(
     VLLMSettings,
     RewardSettings,
     ForwardSettings,
+    LogSettings,
     _BuiltGRPOConfig,
 ):
     """

@@ -264,6 +264,20 @@ class ForwardSettings:
     )
 
 
+@dataclass
+class LogSettings:
+    """What a person sees."""
+
+    log_all_metrics: bool = field(
+        default=False,
+        metadata={
+            "help": "Show every metric on the console and keep it in trainer.state.log_history. By default, these "
+            "have TRL's metrics and a few of a3po/..., and all others are in timeline.jsonl and in the trackers of "
+            "report_to, which get every metric in any case."
+        },
+    )
+
+
 GROUPS: dict[str, tuple[type, ...]] = {
     "Staleness": (StalenessSettings,),
     "Objective": (ObjectiveChoice, *ObjectiveSettings.__bases__),
@@ -271,6 +285,7 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "vLLM": (VLLMSettings,),
     "Rewards and waiting": (RewardSettings,),
     "Training forward": (ForwardSettings,),
+    "Logging": (LogSettings,),
 }
 """Heading -> the classes whose fields are the settings below it."""
 

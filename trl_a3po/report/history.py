@@ -1,7 +1,7 @@
 """What a run logged, read from its folder as a list of dictionaries, which `pandas.DataFrame` accepts.
 
-Guarantees: the newest log of the run is read, also for a run that was stopped or killed; a file that is not a log
-raises an error.
+Guarantees: the newest log of the run is read, also for a run that was stopped or killed, with every metric that was
+logged; a file that is not a log raises an error.
 """
 
 import json
@@ -9,8 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trl_a3po.report.at_a_glance import at_a_glance
 from trl_a3po.report.timeline import NAME as TIMELINE
-from trl_a3po.report.timeline import read_timeline
+from trl_a3po.report.timeline import plain, read_timeline
 
 NAMES = ("trainer_state.json", "log_history.json")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -18,11 +19,12 @@ OF_STALENESS = re.compile(r"a3po/d(\d+)/(.+)")
 
 
 def read_history(run: str | Path) -> list[dict[str, Any]]:
-    """The `log_history` of a run: one dictionary per logging step, which `pandas.DataFrame` accepts.
+    """What a run logged: one dictionary per logging step, which `pandas.DataFrame` accepts.
 
     Args:
         run: the run's `output_dir`, one of its checkpoints, a `trainer_state.json` or a `timeline.jsonl`. In a folder,
-            the file that was written last is read; in a folder without either, that of its newest checkpoint.
+            the file that was written last is read; in a folder without either, that of its newest checkpoint. The
+            metrics that a `trainer_state.json` leaves out are taken from the `timeline.jsonl` of the run.
 
     Raises:
         FileNotFoundError: there is no log.
@@ -38,7 +40,8 @@ def read_history(run: str | Path) -> list[dict[str, Any]]:
     history = content.get("log_history") if isinstance(content, dict) else content
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
         raise ValueError(f"{path} holds no log_history: give a run's folder or its trainer_state.json.")
-    return history
+    timelines = [folder / TIMELINE for folder in (path.parent, path.parent.parent) if (folder / TIMELINE).is_file()]
+    return _with_all_metrics(history, read_history(timelines[0])) if timelines else history
 
 
 def by_staleness(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -55,6 +58,16 @@ def by_staleness(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 row = rows.setdefault((step, staleness), {"step": step, "staleness": staleness})
                 row[found[2]] = value
     return [rows[key] for key in sorted(rows)]
+
+
+def _with_all_metrics(history: list[dict[str, Any]], logged: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`history`, with the entry of `logged` in the place of each entry that is a part of it."""
+
+    def shown(entry: dict[str, Any]) -> str:
+        return json.dumps(at_a_glance(plain(entry)), sort_keys=True)
+
+    complete = {shown(entry): entry for entry in logged}
+    return [complete.get(shown(entry), entry) for entry in history]
 
 
 def _logged(line: dict[str, Any]) -> dict[str, Any]:

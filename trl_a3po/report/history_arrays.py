@@ -41,13 +41,9 @@ def staleness_values(entries: History) -> list[int]:
 
 
 def time_split(entries: History) -> tuple[Array, Array, Array]:
-    """Seconds of waiting, publishing and training in the mean optimizer step of each entry, shapes `(entries,)`.
-
-    The engine starts once, and its start counts as none of the three.
-    """
+    """Seconds of waiting, publishing and training in the mean optimizer step of each entry, shapes `(entries,)`."""
     wait, publish = series(entries, "a3po/time/wait", 0.0), series(entries, "a3po/time/publish", 0.0)
-    start = series(entries, "a3po/time/engine_start", 0.0) / steps_covered(entries)
-    return wait, publish, np.maximum(series(entries, "step_time") - start - wait - publish, 0.0)
+    return wait, publish, np.maximum(series(entries, "step_time") - wait - publish, 0.0)
 
 
 def waiting_share(log_history: History) -> float:

@@ -16,7 +16,7 @@ __all__ = ["plot_run", "run_figure", "time_split", "waiting_share"]
 
 
 def plot_run(log_history: History, path: str | Path, title: str | None = None) -> None:
-    """Draw a run's `trainer.state.log_history`, and save the image as `path`, whose folder is created.
+    """Draw what a run logged, as `read_history` returns it, and save the image as `path`, whose folder is created.
 
     The split of the time is exact with `logging_steps=1`, or where every optimizer step takes a batch.
 

@@ -12,7 +12,7 @@ All times are in seconds since 1970; missing numbers are `null`. The kinds of li
 - `engine_start`, `publish`, `take`, `evaluation`, `step`: from `began` to `ended`, at `version` (for a step, the
   version that it produced). A take lasts as long as the trainer waits; the time of a step outside of the other lines
   is training;
-- `log`: `logged` holds what was logged, under the names of the Trainer's `log_history`;
+- `log`: `logged` holds every metric that was logged, under the names of the Trainer's `log_history`;
 - `checkpoint`: the checkpoint of `version` is being saved; `end`: training stopped.
 """
 
@@ -115,7 +115,7 @@ class Timeline:
 
     def _append(self, kind: str, facts: dict[str, Any]) -> None:
         try:
-            self._lines.append(json.dumps(_plain({"kind": kind, **facts}), default=str) + "\n")
+            self._lines.append(json.dumps(plain({"kind": kind, **facts}), default=str) + "\n")
         except (TypeError, ValueError) as error:
             self._give_up(error)
 
@@ -167,7 +167,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"Line {number} of {path} is not JSON ({error}): give a {NAME}.") from error
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """`value` as it is written: what is not a finite number is `None`."""
     if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
+        return {name: plain(part) for name, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,6 +19,7 @@ from trl_a3po.protocol.records import Group, Score
 from trl_a3po.rewards.messages import pickled_score
 from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.rewards.thread import CallingThread
+from trl_a3po.rewards.users_frames import users_traceback
 from trl_a3po.workers.channel import Channel
 from trl_a3po.workers.process import parents_channel
 
@@ -35,7 +36,7 @@ def _serve(channel: Channel) -> None:
         channel.send(message)
         channel.drain()
 
-    functions, names = channel.receive_one()
+    functions, names, script = channel.receive_one()
     try:
         scorer = _Scorer(pickle.loads(functions), names, lambda column, values: send("column", column, values))
     except BaseException as error:
@@ -48,9 +49,9 @@ def _serve(channel: Channel) -> None:
         except EOFError:
             raise
         except RewardError as error:
-            send("failed", str(error), _traceback(error.__cause__ or error))
+            send("failed", str(error), users_traceback(error.__cause__ or error, script))
         except BaseException as error:
-            send("failed", f"Scoring a group raised {error!r}.", _traceback(error))
+            send("failed", f"Scoring a group raised {error!r}.", users_traceback(error, script))
 
 
 class _Scorer:
@@ -78,10 +79,6 @@ class _Scorer:
         score = self._scorer(group)
         assert isinstance(score, Score), "on a main thread, no function is moved"
         return pickled_score(score)
-
-
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)).rstrip()
 
 
 if __name__ == "__main__":

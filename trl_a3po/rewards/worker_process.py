@@ -7,6 +7,7 @@ ended; an error of a reward function comes with the worker's traceback.
 import time
 
 from trl_a3po.errors import RewardError
+from trl_a3po.rewards.users_frames import script_file
 from trl_a3po.workers.process import WorkerProcess
 from trl_a3po.workers.reading import WorkerEnded, WorkerUnusable, read_messages
 
@@ -51,7 +52,7 @@ class RewardProcess:
         self._otherwise = otherwise
         self.ended = False
         self._ready = False
-        process.channel.send((functions, names))
+        process.channel.send((functions, names, script_file()))
 
     def wait_until_ready(self) -> None:
         """Return when the functions are loaded.
