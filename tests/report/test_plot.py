@@ -42,6 +42,10 @@ def test_the_parts_of_a_step_add_up_to_its_time():
     np.testing.assert_allclose(heights.sum(0), 4.0)
 
 
+def test_the_share_of_waiting_is_that_of_all_steps():
+    assert waiting_share(history(2)) == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("steps", [61, 90, 119, 120, 600])
 def test_many_steps_are_averaged_into_at_most_60_equal_bars(steps):
     bars = axes_named(run_figure(history(steps)), "Seconds a step").patches

@@ -23,8 +23,8 @@ def close_after_error(close: Callable[[], None]) -> None:
 
 
 def end_with_users_line(error: BaseException) -> None:
-    """Let the traceback of `error` end with the frames of the function of the user's own that has caused it, in another
-    thread or process."""
+    """Let the traceback of `error` end with the frames of the user's function that has caused it, in another thread or
+    process."""
     cause = error
     while isinstance(cause, A3POError) and cause.__cause__ is not None:
         cause = cause.__cause__
