@@ -43,7 +43,7 @@ def test_the_parts_of_a_step_add_up_to_its_time():
 
 
 def test_the_share_of_waiting_is_that_of_all_steps():
-    assert waiting_share(history(2)) == pytest.approx(0.5)
+    assert waiting_share(history(2)) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("steps", [61, 90, 119, 120, 600])

@@ -1,4 +1,4 @@
-"""The part of a traceback that belongs to the user: what a function of the user's own did after this package called it.
+"""The part of a traceback that belongs to the user: what a function of the user did after this package called it.
 
 Guarantees: in a reward worker too, a line of the script is shown with its file and its text.
 """
