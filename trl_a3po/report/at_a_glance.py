@@ -6,7 +6,7 @@ effect that it has in `Trainer`.
 """
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 from transformers import (
     PrinterCallback,
@@ -63,7 +63,7 @@ class LogEvent(CallbackHandler):
         self._shows_all = shows_all
         self.entry: dict[str, Any] = {}
 
-    def on_log(
+    def on_log(  # type: ignore[override]  # as CallbackHandler's, which has no types
         self,
         args: TrainingArguments,
         state: TrainerState,
@@ -73,14 +73,16 @@ class LogEvent(CallbackHandler):
     ) -> TrainerControl:
         self.entry = state.log_history[-1]
         if self._shows_all:
-            return super().on_log(args, state, control, logs, **kwargs)
+            return cast(TrainerControl, super().on_log(args, state, control, logs, **kwargs))
         state.log_history[-1] = at_a_glance(self.entry)
         control.should_log = False
         for callback in self.callbacks:
             alone = copy.copy(self)
             alone.callbacks = [callback]
             shown = at_a_glance(logs) if _is_console(callback) else logs
-            control = alone.call_event("on_log", args, state, control, logs=shown, **kwargs)
+            control = alone.call_event(  # type: ignore[no-untyped-call]
+                "on_log", args, state, control, logs=shown, **kwargs
+            )
         return control
 
 

@@ -25,7 +25,7 @@ def users_traceback(error: BaseException, script: str | None) -> str:
     if script is not None:
         told.stack = traceback.StackSummary.from_list(
             [
-                (script, frame.lineno, frame.name, None) if frame.filename == UNPICKLED else frame
+                (script, frame.lineno or 0, frame.name, None) if frame.filename == UNPICKLED else frame
                 for frame in told.stack
             ]
         )
