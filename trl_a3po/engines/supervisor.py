@@ -243,6 +243,8 @@ class Supervisor:
                 self._requests.ended(events)
             case ("scored", key, answer, version):
                 self._requests.answer(key, (answer, version))
+            case ("warning", text):
+                logger.warning("%s", text)
             case ("progress", tokens, busy_seconds, active_rollouts, waiting_requests):
                 self._stats.tokens = tokens
                 self._stats.busy_seconds = busy_seconds

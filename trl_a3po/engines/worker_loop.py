@@ -5,9 +5,10 @@ weights or newer ones; a request that cannot be served fails alone; the process 
 that ends the process is the last thing it prints.
 
 Messages in: `setup`, `load`, `submit`, `cancel`, `score`. Messages out: `built`, `loaded`, `events`, `progress`,
-`scored`.
+`scored`, and `warning`, one for each warning of the library.
 """
 
+import logging
 import os
 import sys
 import time
@@ -64,6 +65,7 @@ class Decoder(Protocol):
 def run_worker(set_up: Callable[[Channel], tuple[Load, Decoder]]) -> None:
     """Set up and serve until the engine has closed its side; does not return."""
     channel, code = parents_channel(), 1
+    logging.getLogger("trl_a3po").addHandler(_Warnings(channel))
     try:
         load, decoder = set_up(channel)
         _Server(channel, load, decoder).serve()
@@ -74,6 +76,17 @@ def run_worker(set_up: Callable[[Channel], tuple[Load, Decoder]]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing to tidy up, and the teardown of a CUDA context takes seconds
+
+
+class _Warnings(logging.Handler):
+    """Sends warnings to the engine, which logs them where the user sees them."""
+
+    def __init__(self, channel: Channel):
+        super().__init__(logging.WARNING)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._channel.send(("warning", record.getMessage()))
 
 
 class _Server:

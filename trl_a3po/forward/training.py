@@ -22,9 +22,9 @@ from trl_a3po.forward.micro_batches import is_sum_over_rows, micro_batch_order, 
 from trl_a3po.forward.packed import packed_logps
 from trl_a3po.forward.packing_support import packing_refusal
 from trl_a3po.forward.self_check import check_rows, compare_forwards
-from trl_a3po.forward.varlen import kernel_refusal
 from trl_a3po.forward.zero_traces import ZeroTraces
 from trl_a3po.models.attention_shape import head_dim
+from trl_a3po.models.flash_kernels import kernel_refusal
 from trl_a3po.models.unwrap import base_model
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trl_a3po.forward.layout import PackedRow
-
-HALF = (torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 256
+from trl_a3po.models.flash_kernels import kernel_refusal
 
 
 def varlen_refusal(query: torch.Tensor, row: PackedRow, window: int | None) -> str | None:
@@ -31,19 +29,6 @@ def varlen_refusal(query: torch.Tensor, row: PackedRow, window: int | None) -> s
         return "sequences of one token"
     if row.shared and window is not None and row.longest > window:
         return f"a shared prompt with a sliding window of {window}, shorter than a sequence of {row.longest} tokens"
-    return None
-
-
-def kernel_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the kernels cannot run on any row with this device, dtype and head dimension; `None` if they can."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return "no CUDA device"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "a CUDA device older than Ampere"
-    if dtype not in HALF:
-        return f"dtype {dtype}"
-    if head_dim > MAX_HEAD_DIM or head_dim % 8:
-        return f"head dimension {head_dim}"
     return None
 
 

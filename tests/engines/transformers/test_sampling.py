@@ -15,7 +15,7 @@ from transformers.generation import (
 )
 
 from tests.engines.transformers.tiny_models import settings
-from trl_a3po.engines.transformers.sampling import Sampler, noise_stream, uniform_noise
+from trl_a3po.engines.transformers.sampling import Sampler, noise_stream, outside_top_p, uniform_noise
 
 CPU = torch.device("cpu")
 FIXED_STREAM, FIXED_NOISE = 15020427595393229491, 0.6011138578855384
@@ -161,6 +161,25 @@ def test_scores_are_those_of_transformers(changes):
     theirs = hf_scores(changes, logits, ids, prompt_length)
     assert torch.equal(ours.isinf(), theirs.isinf())
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.05, 0.3, 0.9, 0.99, 0.9999])
+@pytest.mark.parametrize("levels", [1, 3, 40, None])
+def test_top_p_removes_what_a_sort_of_the_row_removes(top_p, levels):
+    """Also where probabilities are equal, which are removed in the order of their ids."""
+    torch.manual_seed(2)
+    logits = torch.randn(64, 300) * 3
+    if levels is not None:
+        logits = torch.randint(0, levels, (64, 300)).float() / 4
+    probs = logits.softmax(1)
+    ascending, order = probs.sort(dim=1, stable=True)
+    mass = ascending.double().cumsum(1)
+    expected = mass <= 1 - top_p
+    expected[:, -1] = False
+    undecided = (mass - (1 - top_p)).abs() < 1e-6  # by rounding
+    outside = outside_top_p(probs, top_p).gather(1, order)
+    assert torch.equal(outside | undecided, expected | undecided)
+    assert undecided.float().mean() < 0.01
 
 
 def test_only_rows_that_are_too_early_are_kept_from_stopping():

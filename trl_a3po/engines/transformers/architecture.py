@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from trl_a3po.engines.transformers.attention import PLAIN, SLOTS
 from trl_a3po.models.unwrap import as_peft_model, base_model
 
 _LAYERS = {"full_attention", "sliding_attention"}
@@ -93,7 +94,7 @@ def _check(
         kind = of_layer.get("rope_type")
         if kind in ("dynamic", "longrope"):
             _reject(config, f"has rope_type={kind!r}, under which a position depends on the longest of the batch")
-    if config._attn_implementation not in ("sdpa", "eager"):
+    if config._attn_implementation not in (PLAIN, SLOTS, "eager"):
         raise ValueError(
             f"attn_implementation={config._attn_implementation!r} cannot attend to slots of different lengths here: "
             "build the engine's copy of the model with 'sdpa' or 'eager'."

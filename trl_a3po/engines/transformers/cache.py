@@ -51,7 +51,7 @@ class PrefillCache:
 
 
 class SlotCache:
-    """Preallocated keys and values `(slots, kv_heads, capacity, head_dim)` per layer; the capacity grows on demand.
+    """Preallocated keys and values `(slots, capacity, kv_heads, head_dim)` per layer; the capacity grows on demand.
 
     Shapes and dtype are those of the first prefill.
     """
@@ -64,6 +64,16 @@ class SlotCache:
         self._rows = self._length = 0
         self._at: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @property
+    def capacity(self) -> int:
+        """Positions of a slot. The tensors stay where they are as long as it does not change."""
+        return self._capacity
+
+    @property
+    def same_width(self) -> bool:
+        """Whether keys are as wide as values, in every layer."""
+        return all(keys.shape[-1] == values.shape[-1] for keys, values in zip(self._keys, self._values, strict=True))
+
     def write(self, slots: torch.Tensor, prefill: PrefillCache, rows: torch.Tensor, capacity: int) -> None:
         """Copy the prefilled sequences `rows` (one row may go to several slots) into `slots`, `(N,)` both.
 
@@ -72,29 +82,39 @@ class SlotCache:
         length = prefill.length
         if not self._keys:
             self._allocate(max(capacity, length), prefill)
-        self._reserve(max(capacity, length))
+        self.reserve(max(capacity, length))
         for mine, new in zip(self._keys + self._values, prefill.keys + prefill.values, strict=True):
-            mine[slots, :, :length] = new[rows]
+            mine[slots, :length] = new[rows].transpose(1, 2)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a sequence's first `length` positions to another slot."""
         for mine in self._keys + self._values:
-            mine[target, :, :length] = mine[source, :, :length]
+            mine[target, :length] = mine[source, :length]
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` positions in every slot."""
+        if length <= self._capacity:
+            return
+        old, self._capacity = self._capacity, max(length, self._capacity * 3 // 2)
+        for tensors in (self._keys, self._values):
+            for layer, tensor in enumerate(tensors):  # one at a time: the peak is one layer above the final size
+                tensors[layer] = self._empty(tensor, tensor.shape[2])
+                tensors[layer][:, :old] = tensor
 
     def aim(self, positions: torch.Tensor, length: int) -> None:
-        """Next forward: one token for each of the first N slots, at `positions` `(N,)`; attention reads `length`."""
+        """Next forward: one token for each of the first N slots, at `positions` `(N,)`; attention reads `length`,
+        for which there is room."""
         self._rows = len(positions)
         self._length = length
-        self._reserve(length)
         self._at = (torch.arange(self._rows, device=positions.device), positions)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> KeysAndValues:
         assert self._at is not None, "aim is called before each forward"
-        rows, positions = self._at
         mine_keys, mine_values = self._keys[layer], self._values[layer]
-        mine_keys[rows, :, positions] = keys[:, :, 0]
-        mine_values[rows, :, positions] = values[:, :, 0]
-        return mine_keys[: self._rows, :, : self._length], mine_values[: self._rows, :, : self._length]
+        mine_keys[self._at] = keys[:, :, 0]
+        mine_values[self._at] = values[:, :, 0]
+        read = slice(self._rows), slice(self._length)
+        return mine_keys[read].transpose(1, 2), mine_values[read].transpose(1, 2)
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self._length - 1
@@ -107,18 +127,9 @@ class SlotCache:
 
     def _allocate(self, length: int, like: PrefillCache) -> None:
         self._capacity = length
-        self._keys = [self._empty(keys) for keys in like.keys]
-        self._values = [self._empty(values) for values in like.values]
+        self._keys = [self._empty(keys, keys.shape[1]) for keys in like.keys]
+        self._values = [self._empty(values, values.shape[1]) for values in like.values]
 
-    def _reserve(self, length: int) -> None:
-        if length <= self._capacity:
-            return
-        old, self._capacity = self._capacity, max(length, self._capacity * 3 // 2)
-        for tensors in (self._keys, self._values):
-            for layer, tensor in enumerate(tensors):  # one at a time: the peak is one layer above the final size
-                tensors[layer] = self._empty(tensor)
-                tensors[layer][:, :, :old] = tensor
-
-    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+    def _empty(self, like: torch.Tensor, heads: int) -> torch.Tensor:
         # Zeros, not empty: a masked position still enters the weighted sum as 0 times its value.
-        return like.new_zeros(self._slots, like.shape[1], self._capacity, like.shape[3])
+        return like.new_zeros(self._slots, self._capacity, heads, like.shape[3])

@@ -6,6 +6,9 @@ Guarantees:
 - the noise of a token is a function of (seed, noise_key, rollout number, position) and of nothing else;
 - a freed slot is refilled before the next decode step, in submission order (request, then rollout number).
 
+On a GPU the host reads the tokens of a decode step while the device computes the next one. So a slot whose sequence
+ended with a stop token is refilled one step later, and the token that the device draws in between is thrown away.
+
 A prompt is prefilled once per group. When only some of a group's rollouts find a free slot, the prompt's keys, values
 and logits are kept for the others, until the weights change: then it is prefilled again, so that a rollout always
 starts under the current weights.
@@ -13,6 +16,7 @@ starts under the current weights.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Literal, cast
 
 import numpy as np
@@ -20,6 +24,8 @@ import torch
 
 from trl_a3po.engines.requests import check_request, check_scored, longest_prompt
 from trl_a3po.engines.transformers.cache import PrefillCache, SlotCache
+from trl_a3po.engines.transformers.decode_step import DecodeStep, DecodeSteps, cuda_graphs
+from trl_a3po.engines.transformers.draws import Draw
 from trl_a3po.engines.transformers.forward import ModelForward
 from trl_a3po.engines.transformers.sampling import Sampler, noise_stream
 from trl_a3po.engines.transformers.sequences import DecodedGroup, DecodedRollout, Prefilled, prefill_batches
@@ -28,8 +34,6 @@ from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettings
 from trl_a3po.protocol.records import Rollout
 
-# Attention reads a multiple of this many positions, so that shapes repeat from step to step.
-_LENGTH_STEP = 32
 # On a CPU the last rows of a batch go through other instructions unless their number is a multiple of this one.
 _DETERMINISTIC_ROWS = 8
 
@@ -103,6 +107,17 @@ class SlotDecoder:
         self._cache = SlotCache(rows)
         seen = self._forward.vocab_size if self._sampler.needs_seen else None
         self._slots = Slots(rows, seen=seen, device=self._device)
+        on_gpu = self._device.type == "cuda"
+        self._steps = DecodeSteps(
+            DecodeStep(self._forward, self._sampler, self._cache, self._slots),
+            self._cache,
+            slots=rows,
+            whole_capacity=partial(self._forward.reads_whole_capacity, self._cache),
+            capture=cuda_graphs(self._device) if on_gpu else None,
+        )
+        # Draws that stay unread while the device goes on: it must not wait for the host.
+        self._ahead = 1 if on_gpu else 0
+        self._draws: deque[Draw] = deque()
 
     @property
     def version(self) -> int:
@@ -159,9 +174,9 @@ class SlotDecoder:
         cancelled = {id(group) for group in (self._groups.pop(key, None) for key in set(request_ids)) if group}
         if cancelled:
             self._waiting = deque(group for group in self._waiting if id(group) not in cancelled)
-            self._active = [
-                None if rollout is None or id(rollout.group) in cancelled else rollout for rollout in self._active
-            ]
+            for rollout in self._active:
+                if rollout is not None and id(rollout.group) in cancelled:
+                    self._free(rollout)
 
     def set_version(self, version: int) -> None:
         """Say that the weights of `model` were changed in place and are now those of `version`.
@@ -191,13 +206,17 @@ class SlotDecoder:
         """
         finished: list[GroupFinished] = []
         if self._cache_is_stale:
+            self._read_draws(finished, ahead=0)
             self._recompute()
             self._cache_is_stale = False
         while self._waiting and None in self._active:
-            self._admit(finished)
-        self._close_gaps()
-        if self._active[0] is not None:
-            self._decode(finished)
+            self._admit()
+            if not self._ahead:
+                self._read_draws(finished, ahead=0)
+        decoding = self.active_rollouts > 0
+        if decoding:
+            self._decode()
+        self._read_draws(finished, ahead=self._ahead if decoding else 0)
         return finished
 
     @torch.inference_mode()
@@ -214,7 +233,7 @@ class SlotDecoder:
         tokens = torch.tensor(completion_ids, device=self._device)[:, None]
         return (logits / self._sampling.temperature).log_softmax(1).gather(1, tokens)[:, 0].tolist()
 
-    def _admit(self, finished: list[GroupFinished]) -> None:
+    def _admit(self) -> None:
         """Fill the free slots: prefill the prompts that need it and sample every new rollout's first token."""
         starts = self._next_starts()
         groups = list({id(rollout.group): rollout.group for _, rollout in starts}.values())
@@ -222,7 +241,7 @@ class SlotDecoder:
         for slot, rollout in starts:
             self._occupy(slot, rollout)
         self._copy_prompts(starts)
-        self._record([slot for slot, _ in starts], self._sample_starts(starts), finished)
+        self._drawn([rollout for _, rollout in starts], self._sample_starts(starts))
         for group in groups:
             group.release_prefill()
 
@@ -248,7 +267,7 @@ class SlotDecoder:
 
     def _occupy(self, slot: int, rollout: DecodedRollout) -> None:
         request = rollout.group.request
-        self._active[slot] = rollout
+        self._active[slot], rollout.slot = rollout, slot
         stream = noise_stream(self._sampling.seed, request.noise_key, rollout.number)
         self._slots.occupy(slot, request.prompt_ids, stream, request.first_position)
 
@@ -258,73 +277,100 @@ class SlotDecoder:
             prefilled = rollout.group.prompt
             by_cache.setdefault(id(prefilled.cache), []).append((slot, prefilled))
         for copies in by_cache.values():
-            slots = torch.tensor([slot for slot, _ in copies], device=self._device)
-            rows = torch.tensor([prefilled.row for _, prefilled in copies], device=self._device)
-            self._write(slots, copies[0][1].cache, rows)
+            rows = [prefilled.row for _, prefilled in copies]
+            self._write([slot for slot, _ in copies], copies[0][1].cache, rows)
 
-    def _sample_starts(self, starts: Sequence[tuple[int, DecodedRollout]]) -> np.ndarray:
+    def _sample_starts(self, starts: Sequence[tuple[int, DecodedRollout]]) -> torch.Tensor:
+        """The first tokens and their log-probs, `(2, N)`."""
         slots = np.array([slot for slot, _ in starts])
         logits = torch.stack([rollout.group.prompt.logits for _, rollout in starts])
         if self._fixed_length is None:
-            return self._sample(logits, slots)
-        every_slot = logits.new_zeros(len(self._slots), logits.shape[1])
-        every_slot[torch.from_numpy(slots).to(self._device)] = logits
-        return self._sample(every_slot, np.arange(len(self._slots)))[:, slots]
-
-    def _close_gaps(self) -> None:
-        """Move the last sequences into free slots, so that the active ones are the first rows of the cache."""
-        free = 0
-        for last in range(len(self._active) - 1, -1, -1):
-            if self._active[last] is None:
-                continue
-            while free < last and self._active[free] is not None:
-                free += 1
-            if free >= last:
-                return
-            self._cache.move(last, free, int(self._slots.position[last]))
-            self._slots.move(last, free)
-            self._active[free], self._active[last] = self._active[last], None
-
-    def _decode(self, finished: list[GroupFinished]) -> None:
-        active = self.active_rollouts
-        if self._fixed_length is None:
-            rows, length = active, _round_up(int(self._slots.position[:active].max()) + 1)
+            drawn = self._sample(logits, slots)
         else:
-            rows, length = len(self._slots), self._fixed_length
-            self._slots.park(active)
+            every_slot = logits.new_zeros(len(self._slots), logits.shape[1])
+            every_slot[torch.from_numpy(slots).to(self._device)] = logits
+            drawn = self._sample(every_slot, np.arange(len(self._slots)))[:, slots]
+        self._slots.take(slots, drawn[0].long())
+        return drawn
+
+    def _sample(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+        too_early = self._sampler.too_early(self._slots.generated(slots))
+        return self._sampler.draw(logits, self._slots.noise(slots), too_early, self._slots.seen(slots))
+
+    def _decode(self) -> None:
+        """Have the next token of every active rollout drawn."""
+        needed = self._close_gaps()
+        rows = self._steps.rows(needed) if self._fixed_length is None else len(self._slots)
+        active = [rollout for rollout in self._active if rollout is not None]
         slots = self._slots
-        tokens, positions = slots.on_device(slots.token[:rows]), slots.on_device(slots.position[:rows])
-        logits = self._forward.decode(tokens, positions, self._cache, length)
-        self._record(range(active), self._sample(logits, slice(0, rows)), finished)
+        slots.park([slot for slot in range(rows) if slot >= len(self._active) or self._active[slot] is None])
+        slots.send()
+        drawn = self._steps.run(rows, self._fixed_length or int(slots.position[:needed].max()) + 1)
+        columns = [rollout.slot for rollout in active]
+        self._drawn(active, drawn if len(columns) == rows else drawn[:, slots.on_device(np.array(columns))])
 
-    def _sample(self, logits: torch.Tensor, slots: np.ndarray | slice) -> np.ndarray:
-        """Tokens and log-probs, `(2, N)` on the host, of the sequences in `slots`."""
-        too_early = None
-        if self._sampling.min_new_tokens:
-            too_early = self._slots.on_device(self._slots.generated[slots] < self._sampling.min_new_tokens)
-        noise, seen = self._slots.noise(slots), self._slots.seen(slots)
-        return self._sampler.draw(logits, noise, too_early, seen).cpu().numpy()
+    def _close_gaps(self) -> int:
+        """Move the last sequences into free slots, if fewer rows are decoded then. Returns how many are needed."""
+        active = self.active_rollouts
+        last = max(slot for slot, rollout in enumerate(self._active) if rollout is not None)
+        if self._fixed_length is not None or self._steps.rows(active) == self._steps.rows(last + 1):
+            return last + 1
+        for free in range(active):
+            if self._active[free] is None:
+                self._move(next(slot for slot in range(last, -1, -1) if self._active[slot] is not None), free)
+        return active
 
-    def _record(self, slots: Iterable[int], drawn: np.ndarray, finished: list[GroupFinished]) -> None:
-        """Append one token to each rollout in `slots` (the first columns of `drawn`, in their order)."""
-        slots = np.fromiter(slots, dtype=np.int64)
-        drawn = drawn[:, : len(slots)]
-        if not np.isfinite(drawn).all():
-            raise EngineError(
-                f"The model's logits are NaN or infinite under version {self._version}: the published weights are "
-                "broken, or they overflow in the engine's dtype."
-            )
-        tokens = drawn[0].astype(np.int64)
-        self._slots.advance(slots, tokens)
-        self._tokens += len(slots)
-        for slot, token, logp in zip(slots.tolist(), tokens.tolist(), drawn[1].tolist(), strict=True):
-            rollout = self._active[slot]
-            rollout.append(token, logp, self._version)
-            sampling = rollout.group.sampling
-            stops = token in sampling.stop_token_ids
-            if stops or len(rollout.token_ids) == sampling.max_new_tokens:
-                self._active[slot] = None
-                self._finish(rollout, "stop" if stops else "length", finished)
+    def _move(self, source: int, target: int) -> None:
+        rollout = self._active[source]
+        assert rollout is not None, "only a sequence is moved"
+        self._cache.move(source, target, int(self._slots.position[source]))
+        self._slots.move(source, target)
+        self._active[source], self._active[target], rollout.slot = None, rollout, target
+
+    def _drawn(self, rollouts: Sequence[DecodedRollout], drawn: torch.Tensor) -> None:
+        """One token of each of these rollouts, whose slots it frees if it is known to be the last, is in `drawn`
+        `(2, N)`."""
+        self._draws.append(Draw.of(rollouts, self._version, drawn))
+        self._slots.advance(np.array([rollout.slot for rollout in rollouts]))
+        for rollout in rollouts:
+            rollout.drawn += 1
+            if rollout.drawn == rollout.group.sampling.max_new_tokens:
+                self._free(rollout)
+
+    def _free(self, rollout: DecodedRollout) -> None:
+        if rollout.slot is not None:
+            self._active[rollout.slot], rollout.slot = None, None
+
+    def _read_draws(self, finished: list[GroupFinished], ahead: int) -> None:
+        """Append the tokens of all draws but the last `ahead` to their rollouts."""
+        while len(self._draws) > ahead:
+            draw = self._draws.popleft()
+            drawn = draw.read()
+            if not np.isfinite(drawn).all():
+                raise EngineError(
+                    f"The model's logits are NaN or infinite under version {draw.version}: the published weights "
+                    "are broken, or they overflow in the engine's dtype."
+                )
+            tokens = drawn[0].astype(np.int64)
+            for rollout, token, logp in zip(draw.rollouts, tokens.tolist(), drawn[1].tolist(), strict=True):
+                if self._in_flight(rollout):
+                    self._append(rollout, token, logp, draw.version, finished)
+
+    def _in_flight(self, rollout: DecodedRollout) -> bool:
+        """Neither finished nor cancelled."""
+        group = rollout.group
+        return self._groups.get(group.request.request_id) is group and rollout.number not in group.done
+
+    def _append(
+        self, rollout: DecodedRollout, token: int, logp: float, version: int, finished: list[GroupFinished]
+    ) -> None:
+        self._tokens += 1
+        rollout.append(token, logp, version)
+        sampling = rollout.group.sampling
+        stops = token in sampling.stop_token_ids
+        if stops or len(rollout.token_ids) == sampling.max_new_tokens:
+            self._free(rollout)
+            self._finish(rollout, "stop" if stops else "length", finished)
 
     def _finish(
         self, rollout: DecodedRollout, reason: Literal["stop", "length"], finished: list[GroupFinished]
@@ -341,11 +387,11 @@ class SlotDecoder:
         texts = [(*rollout.group.request.prompt_ids, *rollout.token_ids[:-1]) for _, rollout in in_flight]
         for batch, pad_to in self._batches([len(text) for text in texts], self._fixed_length):
             cache = self._forward.prefill_cache([texts[i] for i in batch], pad_to)
-            slots = torch.tensor([in_flight[i][0] for i in batch], device=self._device)
-            self._write(slots, cache, torch.arange(len(batch), device=self._device))
+            self._write([in_flight[i][0] for i in batch], cache, range(len(batch)))
 
-    def _write(self, slots: torch.Tensor, cache: PrefillCache, rows: torch.Tensor) -> None:
-        self._cache.write(slots, cache, rows, self._fixed_length or _round_up(cache.length + 1))
+    def _write(self, slots: Sequence[int], cache: PrefillCache, rows: Sequence[int]) -> None:
+        targets, sources = self._slots.on_device(np.array([slots, rows]))
+        self._cache.write(targets, cache, sources, self._fixed_length or cache.length + 1)
 
     def _batches(self, lengths: Sequence[int], fixed: int | None) -> Iterable[tuple[list[int], int]]:
         """Indices of the sequences to prefill together and the length to pad them to: one at a time at the length
@@ -354,7 +400,3 @@ class SlotDecoder:
             usual = cast(int, fixed)  # a later turn continues more than a prompt
             return [([i], usual if length <= usual else self._fixed_length) for i, length in enumerate(lengths)]
         return prefill_batches(lengths)
-
-
-def _round_up(length: int) -> int:
-    return -(-length // _LENGTH_STEP) * _LENGTH_STEP

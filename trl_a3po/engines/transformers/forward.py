@@ -1,7 +1,8 @@
 """The forward of the model as the decoder uses it: a prefill of whole sequences, and a decode step of one token per
 slot. Both return logits.
 
-Guarantees: only the last position of a sequence goes through the output layer.
+Guarantees: only the last position of a sequence goes through the output layer; a decode step reads nothing back from
+the device, and a prefill does not wait for it either.
 """
 
 import inspect
@@ -13,7 +14,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trl_a3po.engines.transformers.architecture import check_architecture
+from trl_a3po.engines.transformers.attention import (
+    NO_MASK,
+    PLAIN,
+    SLOTS,
+    SlotSequences,
+    attending_to,
+    install_slot_attention,
+)
 from trl_a3po.engines.transformers.cache import PrefillCache, SlotCache
+from trl_a3po.models.attention_shape import head_dim
+from trl_a3po.models.flash_kernels import kernel_refusal
 from trl_a3po.models.unwrap import base_model
 
 Mask = torch.Tensor | dict[str, torch.Tensor]
@@ -49,6 +60,16 @@ class ModelForward:
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.vocab_size = weight.shape[0]  # not `num_embeddings`, which an adapted embedding does not have
         self.context: int | None = getattr(config, "max_position_embeddings", None)
+        self._slot_attention = base.config._attn_implementation in (PLAIN, SLOTS) and (
+            self.device.type == "cuda" and not deterministic
+        )
+        if self._slot_attention:
+            install_slot_attention(base)
+        self._flash = (
+            self._slot_attention
+            and self._window is None
+            and (kernel_refusal(self.device, self._dtype, head_dim(config)) is None)
+        )
 
     def prefill(self, sequences: Sequence[Sequence[int]], pad_to: int) -> tuple[torch.Tensor, PrefillCache]:
         """The logits `(P, V)` after the last token of each sequence, and the keys and values of all their tokens.
@@ -58,7 +79,8 @@ class ModelForward:
         ends = [len(sequence) - 1 for sequence in sequences]
         kept = sorted(set(ends))
         logits, cache = self._prefill(sequences, pad_to, kept)
-        return logits[torch.arange(len(ends)), torch.tensor([kept.index(end) for end in ends])], cache
+        picked = torch.tensor([range(len(ends)), [kept.index(end) for end in ends]])
+        return logits[tuple(self._sent(picked))], cache
 
     def prefill_cache(self, sequences: Sequence[Sequence[int]], pad_to: int) -> PrefillCache:
         """The keys and values of `prefill` alone."""
@@ -70,30 +92,43 @@ class ModelForward:
         """The logits `(P, len(kept), V)` at the positions `kept`, and the keys and values."""
         padded = torch.tensor([[*sequence, *[0] * (pad_to - len(sequence))] for sequence in sequences])
         cache = PrefillCache()
-        positions = torch.arange(pad_to)[None]
-        logits_at = torch.tensor(kept, device=self.device)
-        return self._forward(padded.to(self.device), logits_at, cache, None, positions), cache
+        positions = torch.arange(pad_to, device=self.device)[None]
+        logits_at = self._sent(torch.tensor(kept))
+        return self._forward(self._sent(padded), logits_at, cache, None, positions), cache
 
     def completion_logits(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> torch.Tensor:
         """The logits `(T, V)` that each of the T completion tokens is drawn from, by one forward over the whole."""
         ids = torch.tensor([[*prompt_ids, *completion_ids[:-1]]], device=self.device)
-        length = ids.shape[1]
-        return self._forward(ids, len(completion_ids), PrefillCache(), None, torch.arange(length)[None])[0]
+        positions = torch.arange(ids.shape[1], device=self.device)[None]
+        return self._forward(ids, len(completion_ids), PrefillCache(), None, positions)[0]
+
+    def reads_whole_capacity(self, cache: SlotCache) -> bool:
+        """Whether `decode` takes the cache's capacity as its `length`, because attention finds the end of each
+        sequence by itself."""
+        return self._flash and cache.same_width
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache, length: int) -> torch.Tensor:
         """Logits `(N, V)` of the first N slots after `tokens` `(N,)` at `positions` `(N,)`, all below `length`."""
         cache.aim(positions, length)
+        if self.reads_whole_capacity(cache):
+            nothing = torch.empty(NO_MASK, dtype=self._dtype, device=self.device)
+            with attending_to(SlotSequences.of(positions, length)):
+                return self._forward(tokens[:, None], 1, cache, nothing, positions[:, None])[:, -1]
+        return self._forward(tokens[:, None], 1, cache, self._masks(positions, length), positions[:, None])[:, -1]
+
+    def _masks(self, positions: torch.Tensor, length: int) -> Mask:
         places = torch.arange(length, device=self.device)
         filled = places <= positions[:, None]
-        mask: Mask = self._mask(filled)
-        if self._window is not None:
-            sliding = self._mask(filled & (places > positions[:, None] - self._window))
-            mask = (
-                {"full_attention": self._mask(filled), "sliding_attention": sliding}
-                if self._by_layer_type
-                else sliding
-            )
-        return self._forward(tokens[:, None], 1, cache, mask, positions[:, None])[:, -1]
+        if self._window is None:
+            return self._mask(filled)
+        sliding = self._mask(filled & (places > positions[:, None] - self._window))
+        if not self._by_layer_type:
+            return sliding
+        return {"full_attention": self._mask(filled), "sliding_attention": sliding}
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copied from the host to the device, behind what the device is doing."""
+        return tensor.to(self.device, non_blocking=True)
 
     def _forward(
         self,
@@ -107,7 +142,7 @@ class ModelForward:
             output = self._model(
                 input_ids=ids,
                 attention_mask=mask,
-                position_ids=positions.to(self.device),
+                position_ids=positions,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
                 **{self._cache_name: cache},

@@ -61,6 +61,10 @@ class Sampler:
         """Whether `scores` reads which tokens a sequence already holds."""
         return self._sampling.repetition_penalty != 1.0
 
+    def too_early(self, generated: torch.Tensor) -> torch.Tensor | None:
+        """Rows that may not stop yet, `(N,)` bool, given how many tokens each has; `None`: every row may."""
+        return generated < self._sampling.min_new_tokens if self._sampling.min_new_tokens else None
+
     def scores(self, logits: torch.Tensor, too_early: torch.Tensor | None, seen: torch.Tensor | None) -> torch.Tensor:
         """Logits `(N, V)` to the filtered scores `(N, V)`, -inf where a token cannot be drawn.
 
@@ -88,10 +92,7 @@ class Sampler:
             kth = scores.topk(min(settings.top_k, scores.shape[1])).values[:, -1:]
             scores = scores.masked_fill(scores < kth, -torch.inf)
         if settings.top_p < 1.0:
-            ascending, order = scores.sort(dim=1, stable=True)
-            outside = ascending.softmax(1).cumsum(1) <= 1 - settings.top_p
-            outside[:, -1] = False
-            scores = scores.masked_fill(torch.empty_like(outside).scatter_(1, order, outside), -torch.inf)
+            scores = scores.masked_fill(outside_top_p(scores.softmax(1), settings.top_p), -torch.inf)
         if settings.min_p:
             probs = scores.softmax(1)
             scores = scores.masked_fill(probs < settings.min_p * probs.amax(1, keepdim=True), -torch.inf)
@@ -122,6 +123,27 @@ class Sampler:
         # NaN rows end up outside the vocabulary: the gather must still be legal, the NaN log-prob tells the caller.
         tokens.clamp_(max=logits.shape[1] - 1)
         return torch.stack([tokens[:, 0].double(), logps.gather(1, tokens)[:, 0].double()])
+
+
+def outside_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The tokens that top-p removes, `(N, V)` bool: in the order of their probabilities, and of their ids where these
+    are equal, those up to which the probabilities `(N, V)` fp32 add up to at most `1 - top_p`.
+
+    Without a sort: numbers that are not negative have the order of their bits, so 31 halvings find the least
+    probability up to which they add up to more.
+    """
+    # int32 views of floats; a sum over a row does not depend on the other rows.
+    bits, rest = probs.view(torch.int32), 1 - top_p
+    high = bits.amax(1, keepdim=True)
+    low = torch.full_like(high, -1)
+    for _ in range(31):
+        middle = low + (high - low) // 2
+        enough = probs.where(bits <= middle, 0.0).sum(1, keepdim=True) > rest
+        high, low = torch.where(enough, middle, high), torch.where(enough, low, middle)
+    below, ties = bits < high, bits == high
+    mass = probs.where(below, 0.0).sum(1, keepdim=True) + high.view(torch.float32) * ties.cumsum(1)
+    last = ties.cumsum(1) == ties.sum(1, keepdim=True)
+    return below | (ties & (mass <= rest) & ~last)
 
 
 def check_sampling(sampling: SamplingSettings, vocab_size: int) -> None:

@@ -64,10 +64,17 @@ class DecodedGroup:
 
 @dataclass(slots=True, eq=False)
 class DecodedRollout:
-    """A rollout that holds a slot."""
+    """A rollout that has started.
+
+    Args:
+        slot: the one it holds; `None`: its last token is drawn, or it was cancelled.
+        drawn: tokens that were drawn for it, those that the host has not read yet included.
+    """
 
     group: DecodedGroup
     number: int
+    slot: int | None = None
+    drawn: int = 0
     token_ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)

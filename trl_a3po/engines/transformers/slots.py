@@ -1,6 +1,8 @@
 """Where each slot of a decoder stands: last token, position, noise, and the tokens its sequence has seen.
 
-Guarantees: everything is indexed by slot; a slot that is moved takes all of it along.
+Guarantees: everything is indexed by slot; a slot that is moved takes all of it along. What a decode step reads lies in
+tensors that never move in memory. The host knows positions and noise in advance; the last tokens are known to the
+device alone, which feeds them to its next step.
 """
 
 from collections.abc import Sequence
@@ -9,6 +11,8 @@ import numpy as np
 import torch
 
 from trl_a3po.engines.transformers.sampling import uniform_noise
+
+_POSITION, _NOISE, _GENERATED = range(3)
 
 
 class Slots:
@@ -21,11 +25,12 @@ class Slots:
 
     def __init__(self, rows: int, *, seen: int | None, device: torch.device):
         self._device = device
-        self.token = np.zeros(rows, dtype=np.int64)  # sampled last
-        self.position = np.zeros(rows, dtype=np.int64)  # of that token, whose key and value are not cached yet
-        self.generated = np.zeros(rows, dtype=np.int64)
+        self.position = np.zeros(rows, dtype=np.int64)  # of the last token, whose key and value are not cached yet
+        self._generated = np.zeros(rows, dtype=np.int64)
         self._stream = np.zeros(rows, dtype=np.uint64)
         self._first = np.zeros(rows, dtype=np.int64)  # place in the completion of the first token of this turn
+        self._sent = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self._token = torch.zeros(rows, dtype=torch.int64, device=device)
         self._seen = None if seen is None else torch.zeros(rows, seen, dtype=torch.bool, device=device)
 
     def __len__(self) -> int:
@@ -35,38 +40,76 @@ class Slots:
         """A new sequence begins after its prompt, with the noise of `stream` from `first_position` on."""
         self.position[slot] = len(prompt_ids) - 1
         self._stream[slot] = stream
-        self._first[slot], self.generated[slot] = first_position, 0
+        self._first[slot], self._generated[slot] = first_position, 0
         if self._seen is not None:
             self._seen[slot] = False
-            self._seen[slot, torch.tensor(prompt_ids, device=self._device)] = True
-
-    def advance(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """One more token `(N,)` in each of `slots` `(N,)`."""
-        self.token[slots] = tokens
-        self.position[slots] += 1
-        self.generated[slots] += 1
-        if self._seen is not None:
-            self._seen[self.on_device(slots), self.on_device(tokens)] = True
+            self._seen[slot, self.on_device(np.array(prompt_ids))] = True
 
     def move(self, source: int, target: int) -> None:
-        for array in (self.token, self.position, self._stream, self._first, self.generated):
+        for array in (self.position, self._stream, self._first, self._generated):
             array[target] = array[source]
+        self._token[target] = self._token[source]
         if self._seen is not None:
             self._seen[target] = self._seen[source]
 
-    def park(self, first: int) -> None:
-        """Rows from `first` on, which hold no sequence, decode the same nothing whatever was there."""
-        self.position[first:] = self.token[first:] = 0
+    def park(self, slots: Sequence[int]) -> None:
+        """These rows, which hold no sequence, decode position 0 whatever was there."""
+        self.position[slots] = 0
 
-    def noise(self, slots: np.ndarray | slice) -> torch.Tensor:
-        """What the next token of each is drawn with: a function of its stream and its place in the completion."""
-        return self.on_device(uniform_noise(self._stream[slots], self._first[slots] + self.generated[slots]))
-
-    def seen(self, slots: np.ndarray | slice) -> torch.Tensor | None:
-        """`(N, V)` bool: the tokens that each sequence has seen, its prompt's included."""
-        if self._seen is None:
-            return None
-        return self._seen[slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self._device)]
+    def advance(self, slots: np.ndarray) -> None:
+        """One more token in each of `slots` `(N,)`."""
+        self.position[slots] += 1
+        self._generated[slots] += 1
 
     def on_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    # --- what the next tokens are drawn with: of any slots, sent from the host ------------------------------------
+
+    def noise(self, slots: np.ndarray) -> torch.Tensor:
+        """A function of each slot's stream and its place in the completion."""
+        return self.on_device(uniform_noise(self._stream[slots], self._first[slots] + self._generated[slots]))
+
+    def generated(self, slots: np.ndarray) -> torch.Tensor:
+        """Tokens of each turn so far."""
+        return self.on_device(self._generated[slots])
+
+    def seen(self, slots: np.ndarray) -> torch.Tensor | None:
+        """`(N, V)` bool: the tokens that each sequence has seen, its prompt's included."""
+        return None if self._seen is None else self._seen[self.on_device(slots)]
+
+    def take(self, slots: np.ndarray, tokens: torch.Tensor) -> None:
+        """`tokens` `(N,)` on the device were drawn for `slots`."""
+        places = self.on_device(slots)
+        self._token[places] = tokens
+        if self._seen is not None:
+            self._seen[places, tokens] = True
+
+    # --- the same of the first rows, in tensors that stay where they are --------------------------------------------
+
+    def send(self) -> None:
+        """Bring the device's positions, noise and counts up to date, in one transfer."""
+        noise = uniform_noise(self._stream, self._first + self._generated)
+        self._sent.copy_(torch.from_numpy(np.stack([self.position, noise.view(np.int64), self._generated])), True)
+
+    def first_tokens(self, rows: int) -> torch.Tensor:
+        return self._token[:rows]
+
+    def first_positions(self, rows: int) -> torch.Tensor:
+        return self._sent[_POSITION, :rows]
+
+    def first_noise(self, rows: int) -> torch.Tensor:
+        return self._sent[_NOISE, :rows].view(torch.float64)
+
+    def first_generated(self, rows: int) -> torch.Tensor:
+        return self._sent[_GENERATED, :rows]
+
+    def first_seen(self, rows: int) -> torch.Tensor | None:
+        return None if self._seen is None else self._seen[:rows]
+
+    def take_first(self, tokens: torch.Tensor) -> None:
+        """`tokens` `(N,)` were drawn for the first N slots."""
+        rows = len(tokens)
+        self._token[:rows] = tokens
+        if self._seen is not None:
+            self._seen[torch.arange(rows, device=self._device), tokens] = True
