@@ -39,6 +39,7 @@ from trl_a3po.checks.arguments import (
     argument_names,
     check_arguments,
     check_on_group,
+    check_outside_training,
     check_processing_class,
     check_reward_functions,
 )
@@ -74,12 +75,32 @@ from trl_a3po.report.progress import restart_clocks
 from trl_a3po.report.run_timeline import TimelineCallback
 from trl_a3po.report.take_metrics import TakeMetrics, add_seconds
 from trl_a3po.report.trainer_plan import trainer_plan
-from trl_a3po.rollout.batch_rows import behavior_versions, replay_logs, replayed_rewards, rollouts_of, trained_mask
+from trl_a3po.rewards.recorded import RecordedReward
+from trl_a3po.rollout.batch_rows import (
+    behavior_versions,
+    example_of,
+    messages_of,
+    prompt_ids_of,
+    replay_logs,
+    replayed_rewards,
+    replayed_rollouts,
+    replayed_turns,
+    rollouts_of,
+    trained_mask,
+)
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.session import Session
 from trl_a3po.session.build_engine import engine_dtype, engine_slots
+from trl_a3po.session.build_episodes import remove_close_from_tools
 from trl_a3po.session.build_policy import build_policy, zero_stage
-from trl_a3po.session.build_scorer import new_reward_thread, reward_functions, scoring_outside_training
+from trl_a3po.session.build_scorer import (
+    add_recorded_reward,
+    function_name,
+    new_reward_thread,
+    reward_functions,
+    reward_list,
+    scoring_outside_training,
+)
 from trl_a3po.session.checkpoint_hooks import CheckpointHooks
 from trl_a3po.session.closing import close_after_error, end_with_users_line
 from trl_a3po.session.current_batch import CurrentBatch
@@ -107,13 +128,15 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     [`~A3POTrainer.train`] and stops when it returns or raises.
 
     Args:
+        rollout_func: an `async` function that plays one [`~trl_a3po.episodes.Episode`] and returns its reward, or an
+            [`~trl_a3po.episodes.EpisodeResult`]. The reward is a column of its own, beside those of `reward_funcs`.
         on_group: called in a background thread with each finished and scored [`~trl_a3po.Group`] of training, one at
             a time. It returns `None` to accept the group, a [`~trl_a3po.Rejection`] with a reason to have another
             prompt's group take its place, or a changed group (rollouts and score) to train on instead.
 
     Raises:
         ValueError: a setting, an argument or the dataset cannot be used, or is not supported with asynchronous
-            generation: tools, environments, `rollout_func`, multimodal models, FSDP.
+            generation: a synchronous `rollout_func`, multimodal models, FSDP.
         A3POError: the run cannot continue. `trl_a3po.errors` lists what can be raised while training is under way.
     """
 
@@ -149,14 +172,21 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         others = dict(zip(argument_names(GRPOTrainer)[3:], arguments, strict=False)) | options
         check_arguments(model, reward_funcs, args, others)
         check_on_group(on_group)
+        self.rollout = others.pop("rollout_func", None)
+        functions = reward_list(reward_funcs)
+        self._recorded_from = len(functions)  # the first column of rewards that episodes give themselves
+        if self.rollout is not None and not functions:
+            functions = [RecordedReward(function_name(self.rollout))]
         with temporarily(args, enable_jit_checkpoint=False):  # `Termination` does this, at a step's end only
-            super().__init__(model, reward_funcs, args, **others)
+            super().__init__(model, functions, args, **others)
+        add_recorded_reward(self)
+        remove_close_from_tools(self)
         check_sharding(self.is_fsdp_enabled)
         aux_loss = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         check_periodic(args, deepspeed=self.is_deepspeed_enabled, aux_loss=aux_loss)
         check_processing_class(self.processing_class)
-        check_dataset(args, self.train_dataset, self.processing_class)
-        check_columns("eval_dataset", self.eval_dataset)
+        check_dataset(args, self.train_dataset, self.processing_class, needs_prompt=not self.environment_factories)
+        check_columns("eval_dataset", self.eval_dataset, needs_prompt=not self.environment_factories)
         prevent_repacking(self.accelerator.unwrap_model(self.model))
         check_overrides(self, A3POTrainer)
         self.on_group = on_group
@@ -306,7 +336,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             if self._take_is_due():
                 generation_batch = self._take()
         elif self._running:
-            self._sample_evaluation(generation_batch)
+            generation_batch = self._sample_evaluation(generation_batch)
         if self.model.training and self.args.schedule == "periodic":
             return self._prepare_micro_step(generation_batch)
         begins_batch = self.model.training and self._take_is_due()
@@ -395,7 +425,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             batch.row_weights.clear()
         rows = balanced_rows(groups, self._team.size, self.model.config.get_text_config().hidden_size)
         batch.rows = rank_share(rows, self._team.rank, self._team.size)
-        return [dict(group.prompt.example) for group, _ in batch.rows]
+        return [example_of(row) for row in batch.rows]
 
     def _end_evaluations(self) -> None:
         """Have the engine sample from the trained weights again if evaluations have had it sample from others."""
@@ -403,8 +433,9 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             self._has_evaluated, version = False, self.state.global_step
             self._team.run_on_main(lambda: self._main_session.end_evaluations(version))
 
-    def _sample_evaluation(self, rows: list[dict[str, Any]]) -> None:
-        """Have this process's share of an evaluation batch sampled together with the shares of the others."""
+    def _sample_evaluation(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Have this process's share of an evaluation batch sampled together with the shares of the others. Returns the
+        rows, with their prompts as they were sampled from."""
         gathered = self._team.gather(rows)
         self._has_evaluated = True
 
@@ -417,6 +448,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self._current_batch.rows = rank_share(sampled, self._team.rank, self._team.size)
         self._show_row_weights()
         self._current_batch.row_weights.forget_places()
+        return [example_of(row) for row in self._current_batch.rows]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         try:
@@ -445,20 +477,39 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         if rows is None:
             return super()._tokenize_prompts(prompts)
         # Not tokenised again: a chat template with today's date gives other tokens after midnight.
-        return [list(group.prompt.token_ids) for group, _ in rows], None, {}
+        return [list(prompt_ids_of(row)) for row in rows], None, {}
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        rows = self._current_batch.rows
+        if rows is None or self.rollout is None:
+            return super()._generate(prompts)
+
+        def replayed(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+            self._current_batch.sampled = True
+            return replayed_rollouts(rows)
+
+        with temporarily(self, rollout_func=replayed):
+            prompt_ids, completion_ids, mask, _, *rest = super()._generate(prompts)
+        return (prompt_ids, completion_ids, mask, messages_of(rows), *rest)
+
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
+        rows = self._current_batch.rows
+        return super()._tool_call_loop(*args, **kwargs) if rows is None else replayed_turns(rows)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         rows = self._current_batch.rows
         if rows is None:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         self._current_batch.sampled = True
-        if [list(ids) for ids in prompt_ids] != [group.prompt.token_ids for group, _ in rows]:
+        if [list(ids) for ids in prompt_ids] != [prompt_ids_of(row) for row in rows]:
             raise RuntimeError(
                 "The tokens of the batch's prompts are not those that were submitted to the engine: an override of "
                 "_tokenize_prompts has changed them. It must return what super()._tokenize_prompts() returns."
             )
-        rollouts = rollouts_of(rows)
-        return [list(rollout.token_ids) for rollout in rollouts], [list(rollout.logps) for rollout in rollouts]
+        # TRL reads the first turn for its tool calls, and then asks _tool_call_loop for the rest.
+        ends = [r.episode.first_turn if r.episode and self.tools else None for r in rollouts_of(rows)]
+        rollouts = list(zip(rollouts_of(rows), ends, strict=True))
+        return [list(r.token_ids[:end]) for r, end in rollouts], [list(r.logps[:end]) for r, end in rollouts]
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids_list: Any
@@ -481,12 +532,14 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self._running:
+            check_outside_training(self.rollout)
             return super()._generate_and_score_completions(inputs)
         current = self._current_batch
         check_first_preparation(current.rows)
         current.sampled = current.scored = False
         compares = self._starts_comparison()
-        with self._old_logps_only_if(self.args.recomputes_proximal or compares):
+        # The environments are those of episodes that are being played, and have been reset for them.
+        with self._old_logps_only_if(self.args.recomputes_proximal or compares), self._without_environments():
             batch = super()._generate_and_score_completions(inputs)
         rows = current.pop_rows()
         check_preparation(
@@ -507,6 +560,12 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         batch["behavior_versions"] = behavior_versions(rows, length).to(device)
         batch["staleness"] = token_staleness(batch["behavior_versions"], self.state.global_step)
         return batch
+
+    @contextmanager
+    def _without_environments(self) -> Iterator[None]:
+        """Inside, TRL neither makes nor resets environments."""
+        with temporarily(self, environment_factories=None, environments=None):
+            yield
 
     def _starts_comparison(self) -> bool:
         """Whether `compare_proximal_every` has the anchors compared in this batch."""

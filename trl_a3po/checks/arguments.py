@@ -16,6 +16,7 @@ from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_engine import check_engine
 from trl_a3po.models.unwrap import base_model
 from trl_a3po.rewards.messages import pickled_functions
+from trl_a3po.rewards.scorer import is_async
 
 
 def check_arguments(model: Any, reward_funcs: Any, args: A3POConfig, others: dict[str, Any]) -> None:
@@ -24,13 +25,7 @@ def check_arguments(model: Any, reward_funcs: Any, args: A3POConfig, others: dic
     if not isinstance(args, A3POConfig):
         raise TypeError(f"args is a {type(args).__name__}: pass an A3POConfig, which takes every field of GRPOConfig.")
     check_engine(args)  # which may have been set after the configuration was made
-    for name, instead in (
-        ("tools", "train without tools"),
-        ("rollout_func", "pass an `engine` object in A3POConfig"),
-        ("environment_factory", "put the prompts into `train_dataset` and the score into `reward_funcs`"),
-    ):
-        if others.get(name):
-            raise ValueError(f"{name} is not supported in asynchronous generation yet: {instead}, or use GRPOTrainer.")
+    _check_rollout_func(others)
     check_processing_class(others.get("processing_class"))
     if not isinstance(model, str):
         _check_model_object(model)
@@ -47,6 +42,15 @@ def check_processing_class(processing_class: Any) -> None:
         raise ValueError(
             f"processing_class is a {type(processing_class).__name__}: multimodal models are not supported yet. Pass "
             "a text model and its tokenizer."
+        )
+
+
+def check_outside_training(rollout_func: Any) -> None:
+    """Raise `ValueError` for an evaluation outside of training of a trainer with a rollout function."""
+    if rollout_func is not None:
+        raise ValueError(
+            "evaluate() outside of train() cannot play the episodes of rollout_func, because no engine runs then: "
+            "evaluate during training, with eval_strategy and eval_steps."
         )
 
 
@@ -72,6 +76,24 @@ def check_reward_functions(
 def argument_names(trainer_class: type) -> list[str]:
     """Names of the arguments of the constructor, in order, without `self`."""
     return list(inspect.signature(trainer_class).parameters)
+
+
+def _check_rollout_func(others: dict[str, Any]) -> None:
+    rollout_func = others.get("rollout_func")
+    if rollout_func is None:
+        return
+    if not is_async(rollout_func):
+        raise ValueError(
+            "rollout_func is a function of prompts and a trainer, which samples in the training process and would "
+            "stop generation while it trains. Write it as `async def rollout(episode)`, which plays one episode: "
+            "`turn = await episode.sample(messages)` samples from the engine, and the function returns the reward."
+        )
+    for name in ("tools", "environment_factory"):
+        if others.get(name):
+            raise ValueError(
+                f"rollout_func and {name} cannot both be set: rollout_func plays whole episodes. Call the tools in "
+                "it, and pass them to episode.sample(..., tools=...)."
+            )
 
 
 def _check_model_object(model: Any) -> None:

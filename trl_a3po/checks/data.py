@@ -17,9 +17,11 @@ class OverlongPrompt(ValueError):
     """A prompt that does not fit the model or the engine."""
 
 
-def check_dataset(args: A3POConfig, dataset: Dataset | IterableDataset, tokenizer: Any) -> None:
+def check_dataset(
+    args: A3POConfig, dataset: Dataset | IterableDataset, tokenizer: Any, *, needs_prompt: bool = True
+) -> None:
     """Raise `ValueError` for rows that cannot be prompts, and for fewer rows than one generation batch holds."""
-    check_columns("train_dataset", dataset)
+    check_columns("train_dataset", dataset, needs_prompt=needs_prompt)
     groups = args.groups_per_batch
     if isinstance(dataset, Dataset):
         if len(dataset) < groups:
@@ -28,7 +30,8 @@ def check_dataset(args: A3POConfig, dataset: Dataset | IterableDataset, tokenize
                 f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}): use "
                 "more rows or a smaller batch."
             )
-        check_prompt(dataset[0], tokenizer)
+        if needs_prompt or "prompt" in dataset[0]:
+            check_prompt(dataset[0], tokenizer)
     elif args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
         raise ValueError(
             f"train_dataset is a stream, and with steps_per_generation={args.steps_per_generation} and "
@@ -38,16 +41,17 @@ def check_dataset(args: A3POConfig, dataset: Dataset | IterableDataset, tokenize
         )
 
 
-def check_columns(name: str, dataset: Any) -> None:
-    """Raise `ValueError` for a dataset without prompts or with images; `name` is that of the trainer's argument."""
+def check_columns(name: str, dataset: Any, *, needs_prompt: bool = True) -> None:
+    """Raise `ValueError` for a dataset without prompts, unless environments give them, or with images; `name` is that
+    of the trainer's argument."""
     if isinstance(dataset, dict):
         for key, part in dataset.items():
-            check_columns(f"{name}[{key!r}]", part)
+            check_columns(f"{name}[{key!r}]", part, needs_prompt=needs_prompt)
         return
     columns = None if dataset is None else dataset.column_names
     if isinstance(dataset, Dataset) and len(dataset):  # `with_transform` makes columns that `column_names` lacks
         columns = list(dataset[0])
-    if columns is not None and "prompt" not in columns:
+    if columns is not None and needs_prompt and "prompt" not in columns:
         raise ValueError(
             f"{name} has the columns {', '.join(sorted(columns))}, but no 'prompt': rename the column that holds the "
             "prompt, as text or as a list of messages."
@@ -74,7 +78,8 @@ def check_rows(name: str, dataset: Any, tokenizer: Any, token_ids: Callable[[dic
         return
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or not len(dataset):
         return
-    for number, row in enumerate(dataset.select_columns("prompt")):
+    columns = [name for name in ("prompt", "environment") if name in dataset.column_names]
+    for number, row in enumerate(dataset.select_columns(columns) if "prompt" in columns else ()):
         try:
             check_prompt(row, tokenizer)
             token_ids(row)

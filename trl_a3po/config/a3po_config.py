@@ -24,6 +24,7 @@ from trl_a3po.config.documentation import parameters_section
 from trl_a3po.config.plan import config_plan
 from trl_a3po.config.settings import (
     EngineSettings,
+    EpisodeSettings,
     ForwardSettings,
     LogSettings,
     ObjectiveChoice,
@@ -54,6 +55,7 @@ class A3POConfig(
     ObjectiveSettings,
     EngineSettings,
     VLLMSettings,
+    EpisodeSettings,
     RewardSettings,
     ForwardSettings,
     LogSettings,

@@ -192,6 +192,30 @@ class VLLMSettings:
 
 
 @dataclass
+class EpisodeSettings:
+    """Tools, environments and rollout functions."""
+
+    tool_timeout: Seconds | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that one call of a tool or of an environment may take. The policy is then told that the "
+            "tool gave no answer; a reset() or get_reward() that takes longer makes the attempt at its group fail. "
+            "Default: no limit."
+        },
+    )
+    episode_timeout: Seconds | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that one episode, with all of its turns, may take. The attempt at its group then fails, "
+            "and is made again at most max_attempts times. Default: no limit."
+        },
+    )
+    tool_threads: Count = field(
+        default=64, metadata={"help": "Calls of synchronous tools and environments that run at the same time."}
+    )
+
+
+@dataclass
 class RewardSettings:
     """Reward functions, and the ends of waits."""
 
@@ -283,6 +307,7 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "Objective": (ObjectiveChoice, *ObjectiveSettings.__bases__),
     "Engine": (EngineSettings,),
     "vLLM": (VLLMSettings,),
+    "Tools and environments": (EpisodeSettings,),
     "Rewards and waiting": (RewardSettings,),
     "Training forward": (ForwardSettings,),
     "Logging": (LogSettings,),

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from trl_a3po.distributed.balance import balanced_partition
 from trl_a3po.protocol.records import Group
-from trl_a3po.rollout.batch_rows import Row
+from trl_a3po.rollout.batch_rows import Row, prompt_ids_of
 
 Item = TypeVar("Item")
 
@@ -55,7 +55,10 @@ def balanced_rows(groups: Sequence[Group], processes: int, hidden_size: int) -> 
     if processes == 1:
         return [(group, number) for group in groups for number in range(len(group.rollouts))]
     costs = [
-        [row_cost(len(group.prompt.token_ids) + len(rollout.token_ids), hidden_size) for rollout in group.rollouts]
+        [
+            row_cost(len(prompt_ids_of((group, number))) + len(rollout.token_ids), hidden_size)
+            for number, rollout in enumerate(group.rollouts)
+        ]
         for group in groups
     ]
     return [(groups[group], number) for group, number in balanced_order(costs, processes)]

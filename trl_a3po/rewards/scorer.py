@@ -99,6 +99,7 @@ class RewardScorer:
             be sent there. Needed only where scoring is not on the main thread.
         thread: where the functions are called; `None` for a thread of this scorer.
         watchdog: whether to have one while functions may run in a thread.
+        environments: group -> the environments of its episodes, `None` if there are none.
     """
 
     def __init__(
@@ -113,11 +114,13 @@ class RewardScorer:
         own_process: "Callable[[int], RewardWorkers] | None" = None,
         thread: RewardThread | CallingThread | None = None,
         watchdog: bool = False,
+        environments: Callable[[Group], list[Any] | None] = lambda group: None,
     ):
         self._funcs = list(funcs)
         self._names = list(names)
         self._decode = decode
         self._state = state
+        self._environments = environments
         self._on_column = on_column
         self._timeout_name = "stall_timeout" if timeout is None else "reward_timeout"
         self._timeout = stall_timeout if timeout is None else timeout
@@ -237,9 +240,15 @@ class RewardScorer:
 
     def _arguments(self, group: Group) -> dict[str, Any]:
         """The keyword arguments of the functions, except for those that log."""
-        size, example = len(group.rollouts), group.prompt.example
-        return {name: [value] * size for name, value in example.items() if name not in RESERVED} | {
-            "prompts": [example["prompt"]] * size,
+        size, example, environments = len(group.rollouts), group.prompt.example, self._environments(group)
+        episodes = [rollout.episode for rollout in group.rollouts if rollout.episode is not None]
+        prompts = [episode.prompt for episode in episodes] or [example["prompt"]] * size
+        columns = {name: [value] * size for name, value in example.items()}
+        for name in {name for episode in episodes for name in episode.columns}:
+            columns[name] = [episode.columns.get(name) for episode in episodes]
+        return {name: values for name, values in columns.items() if name not in RESERVED} | {
+            **({} if environments is None else {"environments": environments}),
+            "prompts": prompts,
             "completions": self._decode(group),
             "completion_ids": [list(rollout.token_ids) for rollout in group.rollouts],
             "trainer_state": self._state(group),

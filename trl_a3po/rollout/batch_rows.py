@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trl_a3po.protocol.plain_copy import plain_copy
 from trl_a3po.protocol.records import Group, Rollout, Score
 
 Row = tuple[Group, int]  # a group and the number of one of its rollouts
@@ -12,6 +13,58 @@ Row = tuple[Group, int]  # a group and the number of one of its rollouts
 
 def rollouts_of(rows: Sequence[Row]) -> list[Rollout]:
     return [group.rollouts[number] for group, number in rows]
+
+
+def prompt_ids_of(row: Row) -> list[int]:
+    """The tokens of a row's prompt, which an environment may have changed for this rollout alone."""
+    group, number = row
+    episode = group.rollouts[number].episode
+    return group.prompt.token_ids if episode is None else episode.prompt_ids
+
+
+def example_of(row: Row) -> dict[str, Any]:
+    """The dataset row as TRL receives it: with the prompt of this rollout, and with what its episode adds."""
+    group, number = row
+    episode = group.rollouts[number].episode
+    if episode is None:
+        return dict(group.prompt.example)
+    return group.prompt.example | episode.columns | {"prompt": plain_copy(episode.prompt)}
+
+
+def messages_of(rows: Sequence[Row]) -> list[Any]:
+    """The completions of episodes, as reward functions and the table of completions show them."""
+    return [plain_copy(rollout.episode.messages) for rollout in rollouts_of(rows) if rollout.episode is not None]
+
+
+def sampled_masks(rows: Sequence[Row]) -> list[list[int]]:
+    """For each completion, 1 where a policy sampled the token, and 0 at the tokens of tools."""
+    return [[int(version >= 0) for version in rollout.versions] for rollout in rollouts_of(rows)]
+
+
+def replayed_turns(rows: Sequence[Row]) -> tuple[Any, ...]:
+    """What `GRPOTrainer._tool_call_loop` returns for episodes that have been played."""
+    rollouts = rollouts_of(rows)
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    return (
+        sampled_masks(rows),
+        messages_of(rows),
+        [list(rollout.token_ids) for rollout in rollouts],
+        [list(rollout.logps) for rollout in rollouts],
+        sum(episode.tool_calls for episode in episodes),
+        sum(episode.tool_failures for episode in episodes),
+        [[] for _ in rollouts],
+    )
+
+
+def replayed_rollouts(rows: Sequence[Row]) -> dict[str, Any]:
+    """What a `rollout_func` of TRL returns for episodes that have been played."""
+    rollouts = rollouts_of(rows)
+    return {
+        "prompt_ids": [list(prompt_ids_of(row)) for row in rows],
+        "completion_ids": [list(rollout.token_ids) for rollout in rollouts],
+        "logprobs": [list(rollout.logps) for rollout in rollouts],
+        "env_mask": sampled_masks(rows),
+    }
 
 
 def behavior_versions(rows: Sequence[Row], length: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from datasets import IterableDataset
 
 from trl_a3po.protocol.engine import Engine
 from trl_a3po.report.timeline import Timeline
+from trl_a3po.rewards.recorded import RecordedRewards
 from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.rewards.worker_pool import RewardWorkers
 from trl_a3po.rollout.group_filter import GroupFilter
@@ -14,6 +15,7 @@ from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.rollout.queue import GenerationQueue
 from trl_a3po.rollout.take_clock import TakeClock
 from trl_a3po.session.build_engine import groups_in_engine
+from trl_a3po.session.build_episodes import Episodes
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
@@ -26,15 +28,22 @@ def build_queue(
     scorer: RewardScorer | RewardWorkers,
     timeline: Timeline,
     while_waiting: Callable[[], None],
+    episodes: Episodes | None = None,
+    rewards: RecordedRewards | None = None,
 ) -> GenerationQueue:
-    """The queue between `engine` and the trainer's takes. The engine and the scorer may be started later."""
+    """The queue between `engine` and the trainer's takes. The engine and the scorer may be started later.
+
+    Args:
+        episodes: what plays the rollouts of the run, between the queue and the engine; `None` if each has one turn.
+        rewards: the scorer, with the rewards that episodes give themselves.
+    """
     args, clock = trainer.args, take_clock(trainer)
     in_processes = isinstance(scorer, RewardWorkers)  # these apply reward_timeout themselves
     return GenerationQueue(
-        engine=engine,
+        engine=engine if episodes is None else episodes.runner,
         prompts=prompts,
         score=GroupFilter(
-            scorer,
+            rewards or scorer,
             drops_zero_variance=args.drop_zero_variance_groups,
             weights=lambda: trainer.reward_weights.tolist(),
             aggregation=args.multi_objective_aggregation,
@@ -48,7 +57,8 @@ def build_queue(
         lag=args.lag,
         max_attempts=args.max_attempts,
         stall_timeout=args.stall_timeout,
-        max_in_flight=groups_in_engine(args),
+        # While an episode waits for a tool, others use its place in the engine.
+        max_in_flight=groups_in_engine(args) if episodes is None else None,
         max_rejected_in_a_row=args.max_rejected_groups_in_a_row or 10 * args.groups_per_batch,
         score_threads=max(1, args.reward_workers),
         score_timeout=None if in_processes else args.reward_timeout,
@@ -57,6 +67,8 @@ def build_queue(
         attempt_ended=timeline.attempt,
         describe_score=scorer.describe,
         while_waiting=while_waiting,
+        runs_episodes=episodes is not None,
+        describe_engine=(lambda: "") if episodes is None else episodes.runner.describe,
     )
 
 

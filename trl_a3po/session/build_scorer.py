@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 from trl.chat_template_utils import parse_response
@@ -17,18 +18,26 @@ from trl.data_utils import is_conversational
 
 from trl_a3po.protocol.records import Group
 from trl_a3po.rewards.outside_training import called_in_thread, ends_if_frozen
+from trl_a3po.rewards.recorded import RecordedReward
 from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.rewards.thread import RewardThread
 from trl_a3po.rewards.worker_pool import RewardWorkers
+from trl_a3po.rollout.batch_rows import messages_of
 from trl_a3po.session.temporarily import temporarily
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
 
 
-def build_scorer(trainer: "A3POTrainer", state: Callable[[Group], TrainerState]) -> RewardScorer | RewardWorkers:
-    """The scorer that runs the trainer's reward functions, in this process or in `reward_workers` other processes."""
-    args, functions = trainer.args, reward_functions(trainer)
+def build_scorer(
+    trainer: "A3POTrainer",
+    state: Callable[[Group], TrainerState],
+    environments: Callable[[Group], list[Any] | None] = lambda group: None,
+) -> RewardScorer | RewardWorkers:
+    """The scorer that runs the trainer's reward functions, in this process or in `reward_workers` other processes.
+    `environments` gives the functions in this process the environments of a group's episodes."""
+    args = trainer.args
+    functions = [None if isinstance(func, RecordedReward) else func for func in reward_functions(trainer)]
     names, decode = trainer.reward_func_names, CompletionDecoder(trainer.processing_class)
 
     # As a plain object: to load a TrainerState, each worker would import transformers and torch.
@@ -59,6 +68,7 @@ def build_scorer(trainer: "A3POTrainer", state: Callable[[Group], TrainerState])
             own_process=own_process,
             thread=trainer._reward_thread,
             watchdog=True,
+            environments=environments,
         )
     return RewardWorkers(
         functions,
@@ -73,8 +83,39 @@ def build_scorer(trainer: "A3POTrainer", state: Callable[[Group], TrainerState])
 
 
 def reward_functions(trainer: "A3POTrainer") -> list[Callable[..., Any] | None]:
-    """The trainer's reward functions, with `None` in place of a reward model, which TRL runs itself."""
-    return [None if isinstance(func, (str, nn.Module)) else func for func in trainer.reward_funcs]
+    """The trainer's reward functions, with `None` in place of a reward model, which TRL runs itself, and a
+    `RecordedReward` in place of the reward of an environment."""
+    functions = [None if isinstance(func, (str, nn.Module)) else func for func in trainer.reward_funcs]
+    recorded = [RecordedReward(name) for name in trainer.reward_func_names[trainer._recorded_from :]]
+    return [*functions[: trainer._recorded_from], *recorded]
+
+
+def recorded_columns(trainer: "A3POTrainer") -> dict[int, str]:
+    """The columns of rewards that episodes give themselves, by number."""
+    return dict(enumerate(trainer.reward_func_names[trainer._recorded_from :], start=trainer._recorded_from))
+
+
+def add_recorded_reward(trainer: "A3POTrainer") -> None:
+    """Give the reward of the trainer's rollout function a column beside those of reward functions, with weight 1, as
+    TRL does for environments."""
+    if trainer.rollout is None or trainer._recorded_from == 0:  # then it is the only column, and has it already
+        return
+    name = function_name(trainer.rollout)
+    trainer.reward_funcs.append(RecordedReward(name))
+    trainer.reward_func_names.append(name)
+    trainer.reward_processing_classes.append(None)
+    trainer.reward_weights = torch.cat([trainer.reward_weights, torch.ones(1)])
+
+
+def reward_list(reward_funcs: Any) -> list[Any]:
+    """The argument `reward_funcs` as a list."""
+    if reward_funcs is None:
+        return []
+    return list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def new_reward_thread() -> RewardThread:
@@ -130,6 +171,8 @@ class CompletionDecoder:
         self._parses = any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
 
     def __call__(self, group: Group) -> list[Any]:
+        if all(rollout.episode is not None for rollout in group.rollouts):
+            return messages_of([(group, number) for number in range(len(group.rollouts))])
         completion_ids = [rollout.token_ids for rollout in group.rollouts]
         if not is_conversational({"prompt": group.prompt.example["prompt"]}):
             return self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)

@@ -21,6 +21,7 @@ from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.write_errors import as_checkpoint_error
 from trl_a3po.config import A3POConfig
 from trl_a3po.distributed.team import Team
+from trl_a3po.episodes.episode import RolloutFunction
 from trl_a3po.models.unwrap import base_model
 from trl_a3po.publish.quantised import keep_trained_dtypes
 from trl_a3po.report.model_card import complete_model_card
@@ -46,6 +47,17 @@ class CheckpointHooks(GRPOTrainer):
     reward_weights: torch.Tensor
     reward_func_names: list[str]
     on_group: OnGroup | None
+    rollout: RolloutFunction | None
+    reward_funcs: list[Any]
+    reward_processing_classes: list[Any]
+    _recorded_from: int
+    tools: list[Any]
+    environment_factories: Any  # name -> what makes an environment, or `None`
+    _standalone_tools: list[Any]
+    _multi_environment: bool
+    _env_tools: dict[str | None, list[Any]]
+    _environment_pool: dict[str | None, list[Any]]
+    _batch_environments: Any  # names of the environments of what is tokenised
     _logs: dict[str, Any]
     _buffered_inputs: Any  # the slices of the generation batch, or `None`
     _signature_columns: Any  # a list of names, or `None` before the first use

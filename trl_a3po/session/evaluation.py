@@ -29,7 +29,10 @@ def evaluation_prompts(trainer: "A3POTrainer", rows: list[dict[str, Any]]) -> li
     """
     size = trainer.num_generations_eval
     chunks = [rows[start : start + size] for start in range(0, len(rows), size)]
-    if any(row["prompt"] != chunk[0]["prompt"] for chunk in chunks for row in chunk) or len(chunks[-1]) != size:
+    if (
+        any(row.get("prompt") != chunk[0].get("prompt") for chunk in chunks for row in chunk)
+        or len(chunks[-1]) != size
+    ):
         raise ValueError(
             f"An evaluation batch of {len(rows)} rows does not hold whole groups of num_generations_eval={size}: "
             "set per_device_eval_batch_size to a multiple of it."

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NO_PROMPT = [{"role": "user", "content": ""}]  # of a row whose prompt comes from its environment, as in TRL
+
 
 def prompt_rows(trainer: "A3POTrainer", first_row: int = 0) -> Iterator[dict[str, Any]]:
     """Dataset rows in the order of GRPOTrainer, epoch after epoch, beginning with row number `first_row`. The last
@@ -41,8 +43,11 @@ def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> list[int]:
     Raises:
         ValueError: the row's prompt is not a valid prompt, or does not fit the model.
     """
-    check_prompt(row, trainer.processing_class)
-    prompt_ids, _, _ = trainer._tokenize_prompts([row["prompt"]])
+    prompt = row.get("prompt", NO_PROMPT) if trainer.environment_factories else row["prompt"]
+    check_prompt({**row, "prompt": prompt}, trainer.processing_class)
+    if trainer.environment_factories:
+        trainer._batch_environments = [_environment(trainer, row)]
+    prompt_ids, _, _ = trainer._tokenize_prompts([prompt])
     token_ids = list(prompt_ids[0])
     check_prompt_ids(token_ids, row, trainer.args, trainer.model.config.get_text_config())
     return token_ids
@@ -79,6 +84,19 @@ def check_all_rows(trainer: "A3POTrainer") -> None:
 
     check_rows("train_dataset", trainer.train_dataset, tokenizer, token_ids)
     check_rows("eval_dataset", trainer.eval_dataset, tokenizer, token_ids)
+
+
+def _environment(trainer: "A3POTrainer", row: dict[str, Any]) -> str | None:
+    """The name of the row's environment, which decides its tools."""
+    assert trainer.environment_factories is not None
+    name = row.get("environment") if trainer._multi_environment else None
+    if name not in trainer.environment_factories:
+        known = ", ".join(map(repr, trainer.environment_factories))
+        raise ValueError(
+            f"A row has environment={name!r}, which is not among the environments of environment_factory ({known}): "
+            "correct the row, or add the environment."
+        )
+    return name
 
 
 def _text_bytes(prompt: str | list[dict[str, Any]]) -> int:

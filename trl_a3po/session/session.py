@@ -4,6 +4,7 @@ Guarantees: if a part fails to start, the parts started before it are closed; we
 and nowhere else, and their delivery is checked when due.
 """
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,12 @@ from trl_a3po.publish.adapter_or_merged import published_spec
 from trl_a3po.publish.delivery import NUM_PROBES, DeliveryCheck, ProbeTokens, TrainedPolicy
 from trl_a3po.report.progress import progress_line
 from trl_a3po.report.run_timeline import begin_timeline
+from trl_a3po.rewards.recorded import RecordedRewards
 from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.session.build_engine import build_engine, engine_dtype
+from trl_a3po.session.build_episodes import build_episodes
 from trl_a3po.session.build_queue import build_queue
-from trl_a3po.session.build_scorer import PublishedStates, build_scorer
+from trl_a3po.session.build_scorer import PublishedStates, build_scorer, recorded_columns
 from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.cores import SharedCores
 from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evaluation_prompts
@@ -49,7 +52,10 @@ class Session:
         self._current_sampling = lambda: _sampling(trainer)
         self._sampling = self._current_sampling()
         self._states = PublishedStates(trainer)
-        self._scorer = build_scorer(trainer, self._states)
+        self.engine = build_engine(args, trainer.accelerator.device)
+        self._episodes = build_episodes(trainer, self.engine)
+        self._scorer = build_scorer(trainer, self._states, self._environments)
+        self._rewards = RecordedRewards(self._scorer, recorded_columns(trainer), self._scored)
         # With a fixed lag, every batch has its own publish.
         self._weight_sync_steps = args.weight_sync_steps if args.lag is None else 1
         self._served = ServedWeights(policy.fingerprint)
@@ -62,9 +68,15 @@ class Session:
         prompts = PromptStream(
             prompt_rows(trainer, first_row), lambda row: tokenize_or_leave_out(trainer, row), first_row
         )
-        self.engine = build_engine(args, trainer.accelerator.device)
         self.queue = build_queue(
-            trainer, self.engine, prompts, self._scorer, self.timeline, lambda: self._while_waiting(trainer)
+            trainer,
+            self.engine,
+            prompts,
+            self._scorer,
+            self.timeline,
+            lambda: self._while_waiting(trainer),
+            self._episodes,
+            self._rewards,
         )
         self._cores = SharedCores(args, trainer.accelerator.device)
         try:
@@ -124,11 +136,15 @@ class Session:
         with self.timeline.span("evaluation", version=version, groups=len(prompts)):
             with self._termination.may_interrupt():
                 sampled = self.queue.sample(
-                    [p.token_ids for p in prompts], size, first_noise_key=self.evaluation_noise
+                    [prompt.token_ids for prompt in prompts],
+                    size,
+                    first_noise_key=self.evaluation_noise,
+                    rows=None if self._episodes is None else [prompt.example for prompt in prompts],
                 )
             self.evaluation_noise += len(prompts)
             groups = [Group(p, rollouts, None, version) for p, rollouts in zip(prompts, sampled, strict=True)]
             scores = self._scorer.score_all(groups, trainer._team.send_heartbeat)
+            scores = self._rewards.completed_all(groups, scores)
         self._evaluation.fill_in(groups, scores, len(trainer.reward_funcs))
         return groups
 
@@ -152,15 +168,21 @@ class Session:
 
     def close(self) -> None:
         """Stop everything; idempotent."""
-        try:
-            self.queue.close()
-        finally:
-            try:
-                self.engine.close()
-            finally:
-                self._cores.restore()
-                self._scorer.close()
-                self.timeline.close()
+        with contextlib.ExitStack() as closing:  # the last one first, and every one of them
+            closing.callback(self.timeline.close)
+            closing.callback(self._scorer.close)
+            closing.callback(self._cores.restore)
+            closing.callback(self.engine.close)
+            if self._episodes is not None:
+                closing.callback(self._episodes.runner.close)
+            closing.callback(self.queue.close)
+
+    def _environments(self, group: Group) -> list[Any] | None:
+        return None if self._episodes is None else self._episodes.environments(group)
+
+    def _scored(self, group: Group) -> None:
+        if self._episodes is not None:
+            self._episodes.scored(group)
 
     def _start_engine(self, trainer: "A3POTrainer", version: int) -> None:
         args, model = trainer.args, self._model

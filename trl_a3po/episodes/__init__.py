@@ -1,0 +1,5 @@
+"""Rollouts of several turns: the object that a rollout function is given, and what it returns."""
+
+from trl_a3po.episodes.episode import Episode, EpisodeResult, RolloutFunction, Turn
+
+__all__ = ["Episode", "EpisodeResult", "RolloutFunction", "Turn"]

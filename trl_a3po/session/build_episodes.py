@@ -1,0 +1,133 @@
+"""The episodes of a run, for trainers with tools, environments or a rollout function.
+
+Guarantees: environments that TRL has made are closed with the others; what reward functions are given of an episode
+belongs to it until its group has been scored.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trl_a3po.episodes.calls import Calls
+from trl_a3po.episodes.environments import EnvironmentPool, is_tool
+from trl_a3po.episodes.episode import RolloutFunction
+from trl_a3po.episodes.runner import EpisodeRunner
+from trl_a3po.episodes.templates import ChatTemplates
+from trl_a3po.episodes.tools import ToolRollout
+from trl_a3po.protocol.engine import Engine
+from trl_a3po.protocol.records import Group
+
+if TYPE_CHECKING:
+    from trl_a3po.session.checkpoint_hooks import CheckpointHooks
+    from trl_a3po.trainer import A3POTrainer
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """What plays the episodes of a run.
+
+    Args:
+        runner: plays them.
+        tools: calls TRL's tools and environments; `None` with a rollout function.
+    """
+
+    runner: EpisodeRunner
+    tools: ToolRollout | None
+
+    def environments(self, group: Group) -> list[Any] | None:
+        """The environments of a group that is being scored, as reward functions receive them; `None` if there are
+        none."""
+        return None if self.tools is None else self.tools.environments(_keys(group))
+
+    def scored(self, group: Group) -> None:
+        """The group has been scored: its environments are free."""
+        if self.tools is not None:
+            self.runner.call(self.tools.give_back, list(_keys(group)))
+
+
+def runs_episodes(trainer: "CheckpointHooks") -> bool:
+    """Whether a rollout of this trainer may have several turns."""
+    return bool(trainer.tools or trainer.environment_factories or trainer.rollout)
+
+
+def build_episodes(trainer: "A3POTrainer", engine: Engine) -> Episodes | None:
+    """The episodes of the trainer's run; `None` if its rollouts have one turn."""
+    if not runs_episodes(trainer):
+        return None
+    args = trainer.args
+    if trainer.rollout is not None:
+        templates = _templates_of_rollout_function(trainer)
+        return Episodes(_runner(trainer, engine, trainer.rollout, templates), None)
+    templates = ChatTemplates(
+        trainer.processing_class,
+        chat_template=trainer.chat_template,
+        chat_template_kwargs=trainer.chat_template_kwargs,
+        tools=trainer.tools,
+        environment_tools=trainer._env_tools if trainer.environment_factories else None,
+    )
+    calls, pool = Calls(args.tool_threads), None
+    if trainer.environment_factories:
+        pool = EnvironmentPool(trainer.environment_factories, calls, trainer._environment_pool)
+        trainer._environment_pool = {name: [] for name in trainer.environment_factories}
+    tools = ToolRollout(
+        trainer._standalone_tools,
+        templates,
+        calls,
+        pool=pool,
+        environment_tools=trainer._env_tools if pool else None,
+        several=trainer._multi_environment,
+        max_iterations=args.max_tool_calling_iterations,
+        tool_timeout=args.tool_timeout,
+    )
+    return Episodes(_runner(trainer, engine, tools, templates, tools), tools)
+
+
+def remove_close_from_tools(trainer: "CheckpointHooks") -> None:
+    """Take the method `close` of environments, which ends them, out of the tools that TRL has found."""
+    if not trainer.environment_factories:
+        return
+    closes = [
+        tool
+        for tools in trainer._env_tools.values()
+        for tool in tools
+        if tool not in trainer._standalone_tools and not is_tool(tool.__name__)
+    ]
+    trainer.tools = [tool for tool in trainer.tools if tool not in closes]
+    trainer._env_tools = {
+        name: [tool for tool in tools if tool not in closes] for name, tools in trainer._env_tools.items()
+    }
+
+
+def _runner(
+    trainer: "A3POTrainer",
+    engine: Engine,
+    play: RolloutFunction,
+    templates: ChatTemplates,
+    tools: ToolRollout | None = None,
+) -> EpisodeRunner:
+    hooks = {} if tools is None else {"dropped": tools.retire, "closing": tools.close}
+    return EpisodeRunner(
+        engine,
+        play,
+        reward_name=trainer.reward_func_names[-1],
+        templates=templates,
+        max_completion_length=trainer.max_completion_length,
+        context=getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None),
+        episode_timeout=trainer.args.episode_timeout,
+        **hooks,  # type: ignore[arg-type]
+    )
+
+
+def _templates_of_rollout_function(trainer: "A3POTrainer") -> ChatTemplates:
+    """Templates that parse tool calls, and add messages, where the tokenizer's own is one that TRL knows."""
+    tokenizer, chat_template = trainer.processing_class, trainer.chat_template
+    templates = ChatTemplates(
+        tokenizer, chat_template=chat_template, chat_template_kwargs=trainer.chat_template_kwargs
+    )
+    if tokenizer.chat_template is not None and chat_template is None:
+        templates.adapt()
+    return templates
+
+
+def _keys(group: Group) -> Iterable[int]:
+    return (rollout.episode.key for rollout in group.rollouts if rollout.episode is not None)
