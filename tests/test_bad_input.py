@@ -78,6 +78,10 @@ def tokens(*token_ids):
     return Engine(change)
 
 
+async def play(episode):
+    return 1.0
+
+
 def returning(value):
     """A reward function that returns `value`, or what it gives when called."""
 
@@ -245,10 +249,10 @@ BUILT = {
     "no reward": (None, {"reward_funcs": None}, ValueError, "No reward source provided"),
     "weights for other rewards": (
         None, {"reward_weights": [1.0, 2.0]}, ValueError, "Number of reward weights (2) must match"),
-    "tools": (None, {"tools": [print]}, ValueError, "tools is not supported in asynchronous generation yet"),
-    "environments": (
-        None, {"environment_factory": dict}, ValueError, "environment_factory is not supported in asynchronous"),
-    "rollout_func": (None, {"rollout_func": print}, ValueError, "rollout_func is not supported in asynchronous"),
+    "rollout_func": (
+        None, {"rollout_func": print}, ValueError, "Write it as `async def rollout(episode)`, which plays one"),
+    "rollout_func beside tools": (
+        None, {"rollout_func": play, "tools": [print]}, ValueError, "rollout_func and tools cannot both be set"),
 }  # fmt: skip
 
 
@@ -380,10 +384,10 @@ def test_several_devices_in_one_process_are_refused(model_path, tmp_path, monkey
         build(model_path, tmp_path)
 
 
-def test_tools_given_by_place_are_refused_too(model_path, tmp_path):
+def test_a_rollout_func_given_by_place_is_refused_too(model_path, tmp_path):
     args = A3POConfig(str(tmp_path), use_cpu=True, report_to="none")
-    places = [tiny_prompts(), None, None, None, None, (None, None), None, None, [print]]
-    with pytest.raises(ValueError, match="tools is not supported in asynchronous generation yet"):
+    places = [tiny_prompts(), None, None, None, None, (None, None), None, None, None, print]
+    with pytest.raises(ValueError, match="plays one episode"):
         A3POTrainer(model_path, lambda **kwargs: [], args, *places)
 
 

@@ -22,7 +22,7 @@ from trl_a3po.config.annotations import annotations
 from trl_a3po.config.documentation import setting_rows
 from trl_a3po.objectives.table import OBJECTIVES, SETTINGS_OF
 from trl_a3po.publish.adapter_or_merged import publishes_merged
-from trl_a3po.session import build_engine, build_queue, build_scorer
+from trl_a3po.session import build_engine, build_episodes, build_queue, build_scorer
 
 VLLM = {"engine": "vllm"}
 WORKERS = {"reward_workers": 1, "reward_timeout": 5.0}
@@ -50,6 +50,9 @@ CASES = {  # setting -> (two values, the settings that go with them)
     "vllm_weights_dir": (None, "weights", VLLM),
     "vllm_python": (None, "python3", VLLM),
     "vllm_outage_timeout": (120.0, 60.0, VLLM),
+    "tool_timeout": (None, 5.0, {}),
+    "episode_timeout": (None, 5.0, {}),
+    "tool_threads": (64, 2, {}),
     "reward_workers": (0, 2, {}),
     "reward_timeout": (5.0, 6.0, {}),
     "reward_on_timeout": (None, 0.0, WORKERS),
@@ -91,6 +94,7 @@ class Parts:
             (build_engine, ("TransformersEngine", "VLLMEngine", "SeveralEngines")),
             (build_queue, ("GenerationQueue", "GroupFilter")),
             (build_scorer, ("RewardScorer", "RewardWorkers")),
+            (build_episodes, ("Calls", "ChatTemplates", "EpisodeRunner", "ToolRollout")),
         ):
             for name in names:
                 monkeypatch.setattr(module, name, self.recorder(name))
@@ -102,7 +106,7 @@ class Parts:
         made = self.made
 
         class Recorder:
-            timeouts = close = interrupt = describe = seconds = None
+            timeouts = close = interrupt = describe = seconds = retire = None
 
             def __init__(self, *arguments, **options):
                 plain = {key: repr(value) for key, value in options.items() if isinstance(value, PLAIN)}
@@ -111,15 +115,19 @@ class Parts:
         return Recorder
 
     def of(self, args: A3POConfig) -> list:
-        """What the engine, the queue and the scorer of a run with `args` are built from."""
+        """What the engine, the queue, the scorer and the episodes of a run with `args` are built from."""
         self.made.clear()
         trainer = SimpleNamespace(
             args=args, reward_weights=torch.ones(1), on_group=None, reward_funcs=[len], reward_func_names=["len"],
-            processing_class=SimpleNamespace(), _reward_thread=None,
+            processing_class=SimpleNamespace(), _reward_thread=None, _recorded_from=1, rollout=None, tools=[len],
+            environment_factories=None, _standalone_tools=[len], _multi_environment=False, chat_template=None,
+            chat_template_kwargs={}, max_completion_length=8,
+            model=SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace)),
         )  # fmt: skip
         engine = build_engine.build_engine(args, torch.device("cpu"))
         scorer = build_scorer.build_scorer(trainer, None)
         build_queue.build_queue(trainer, engine, None, scorer, SimpleNamespace(attempt=None), None)
+        build_episodes.build_episodes(trainer, engine)
         return list(self.made)
 
 

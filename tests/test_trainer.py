@@ -578,13 +578,6 @@ def test_a_grpo_config_is_refused(model_path, tmp_path):
         A3POTrainer(model_path, reward, args=GRPOConfig(str(tmp_path), use_cpu=True), train_dataset=tiny_prompts())
 
 
-@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
-def test_multi_turn_is_refused_by_name(model_path, tmp_path, name):
-    args = A3POConfig(str(tmp_path), use_cpu=True, report_to="none")
-    with pytest.raises(ValueError, match=f"{name} is not supported"):
-        A3POTrainer(model_path, reward, args=args, train_dataset=tiny_prompts(), **{name: [print]})
-
-
 def test_a_dataset_without_prompts_is_refused(model_path, tmp_path):
     with pytest.raises(ValueError, match="columns question, target, but no 'prompt'"):
         build(model_path, tmp_path, train_dataset=tiny_prompts().rename_column("prompt", "question"))

@@ -11,11 +11,12 @@ from trl_a3po._compat import check_trl_version
 
 if TYPE_CHECKING:
     from trl_a3po.config import A3POConfig
+    from trl_a3po.episodes.episode import Episode, EpisodeResult
     from trl_a3po.protocol.records import Group, Rejection
     from trl_a3po.trainer import A3POTrainer
 
 __version__ = "0.1.0.dev0"
-__all__ = ["A3POConfig", "A3POTrainer", "Group", "Rejection"]
+__all__ = ["A3POConfig", "A3POTrainer", "Episode", "EpisodeResult", "Group", "Rejection"]
 
 check_trl_version()
 
@@ -23,6 +24,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of this pack
     _MODULES = {
         "A3POConfig": "trl_a3po.config",
         "A3POTrainer": "trl_a3po.trainer",
+        "Episode": "trl_a3po.episodes.episode",
+        "EpisodeResult": "trl_a3po.episodes.episode",
         "Group": "trl_a3po.protocol.records",
         "Rejection": "trl_a3po.protocol.records",
     }

@@ -64,8 +64,9 @@ def test_an_evaluation_goes_on_after_midnight(dated, monkeypatch):
     prepare = trainer._sample_evaluation
 
     def at_midnight(rows):
-        prepare(rows)
+        prepared = prepare(rows)
         Clock.today = datetime.datetime(2026, 11, 29, 0, 1)
+        return prepared
 
     monkeypatch.setattr(trainer, "_sample_evaluation", at_midnight)
     trainer.train()

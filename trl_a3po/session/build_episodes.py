@@ -65,7 +65,7 @@ def build_episodes(trainer: "A3POTrainer", engine: Engine) -> Episodes | None:
         tools=trainer.tools,
         environment_tools=trainer._env_tools if trainer.environment_factories else None,
     )
-    calls, pool = Calls(args.tool_threads), None
+    calls, pool = Calls(limit=args.tool_threads), None
     if trainer.environment_factories:
         pool = EnvironmentPool(trainer.environment_factories, calls, trainer._environment_pool)
         trainer._environment_pool = {name: [] for name in trainer.environment_factories}

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import IterableDataset
 
+from trl_a3po.session.build_scorer import function_name
 from trl_a3po.session.sampling import sampling_settings
 
 if TYPE_CHECKING:
@@ -62,7 +63,14 @@ def compared_settings(trainer: "CheckpointHooks") -> Settings:
             "chat_template": _digest(trainer.chat_template or tokenizer.chat_template),
             "chat_template_kwargs": trainer.chat_template_kwargs,
         },
-        "sampling": {"max_completion_length": sampling.pop("max_new_tokens"), **sampling},
+        "sampling": {
+            "max_completion_length": sampling.pop("max_new_tokens"),
+            **sampling,
+            "tools": [function_name(tool) for tool in trainer.tools or ()],
+            "environments": [str(name) for name in trainer.environment_factories or ()],
+            "rollout_func": None if trainer.rollout is None else function_name(trainer.rollout),
+            "max_tool_calling_iterations": args.max_tool_calling_iterations,
+        },
         "scoring": {
             "reward_funcs": trainer.reward_func_names,
             "on_group": "set" if trainer.on_group is not None else None,
