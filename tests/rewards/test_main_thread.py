@@ -14,8 +14,8 @@ from trl.rewards import accuracy_reward, get_cosine_scaled_reward
 
 from trl_a3po.errors import RewardError
 from trl_a3po.protocol.records import Group, Prompt, Rollout
-from trl_a3po.rewards.main_thread import limits_time_in_main_thread_only, watch
 from trl_a3po.rewards.scorer import RewardScorer
+from trl_a3po.rewards.watch import limits_time_in_main_thread_only, watch
 from trl_a3po.rewards.worker_pool import RewardWorkers
 
 SIGNAL_MODULE = {name: vars(signal)[name] for name in ("_signal", "signal", "alarm", "setitimer", "set_wakeup_fd")}
@@ -207,7 +207,7 @@ def test_the_main_thread_gets_the_real_functions_during_a_watch():
         with watch() as seen:
             inside.set()
             leave.wait(20)
-        return seen.asked_for
+        return seen.noticed
 
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(watched)

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from trl_a3po.rewards.main_thread import limits_time_in_main_thread_only, watch
 from trl_a3po.rewards.scorer import FunctionCall, is_async, running_note
 from trl_a3po.rewards.thread import EventLoop, RewardThread
+from trl_a3po.rewards.watch import limits_time_in_main_thread_only, watch
 from trl_a3po.workers.watchdog import Watchdog
 
 
@@ -29,9 +29,9 @@ def called_in_thread(func: Callable[..., Any], thread: RewardThread) -> Callable
         try:
             returned = thread.submit(partial(_call, func, own, logged)).result()
         except BaseException:
-            if not logged.watched.asked_for:
+            if not logged.watched.noticed:
                 raise
-        if logged.watched.asked_for:
+        if logged.watched.noticed:
             return _call_here(func, kwargs)
         for column, values in logged.extra_columns.items():
             kwargs["log_extra"](column, values)

@@ -9,8 +9,11 @@ Guarantees:
   did;
 - a function that hangs blocks the thread that called it, and no other thread for longer than the timeout of
   `score_all`;
-- a function that asks for what only a main thread has, such as `signal.signal`, gets a process of its own: what it did
-  in the thread for that group is discarded, and the group is scored again for that function alone;
+- a function that asks for what only a main thread has, such as `signal.signal`, or changes what belongs to the whole
+  process, such as the working directory or a seed, gets a process of its own: what it did in the thread for that group
+  is discarded, and the group is scored again for that function alone. If the function cannot be sent to a process, the
+  first kind is an error, and the second stays in the thread with a warning;
+- a function that waits for the other processes of the run is an error;
 - `interrupt` ends a function that is being awaited, and no function is called after it;
 - a function that holds the interpreter lock is the only one for which no timeout applies. Between `start` and `close`,
   the `watchdog` ends the process then.
@@ -35,9 +38,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.protocol.plain_copy import plain_copy
 from trl_a3po.protocol.records import Group, Rejection, Score
-from trl_a3po.rewards.main_thread import Watch, limits_time_in_main_thread_only, watch
+from trl_a3po.rewards.stand_ins import Kind
 from trl_a3po.rewards.thread import NAME, CallingThread, EventLoop, RewardThread, end_forked_child
 from trl_a3po.rewards.values import reward_values
+from trl_a3po.rewards.watch import Watch, limits_time_in_main_thread_only, watch
 from trl_a3po.workers.thread_stacks import thread_stacks
 from trl_a3po.workers.watchdog import Watchdog
 from trl_a3po.workers.watchdog_process import GRACE_SECONDS, Note
@@ -51,7 +55,11 @@ FREEZES = (
     "Set reward_workers=1 and a reward_timeout, which has a process call the reward functions that is killed and "
     "replaced when it hangs."
 )
-NEEDS = "only the main thread of a process has"
+TIME_LIMITS = Kind.MAIN_THREAD.value.format("math-verify's time limits")
+COLLECTIVES = (
+    "Compute the reward from the group's own completions; scale_rewards='batch' scales advantages over all groups of "
+    "a batch."
+)
 CLOSE_TIMEOUT = 1.0  # seconds for a group that is being scored
 WHILE_WAITING_SECONDS = 10.0  # between two calls of `while_waiting`
 RESERVED = ("prompt", "completion", "completion_ids")
@@ -61,6 +69,7 @@ THREAD_HINT = (
     "its first call. sqlite3.connect(..., check_same_thread=False) makes a connection for every thread."
 )
 
+Functions = dict[int, Callable[..., Any]]  # by column
 Result = TypeVar("Result")
 
 
@@ -100,6 +109,7 @@ class RewardScorer:
         thread: where the functions are called; `None` for a thread of this scorer.
         watchdog: whether to have one while functions may run in a thread.
         environments: group -> the environments of its episodes, `None` if there are none.
+        processes: how many processes the run has, of which this one alone calls the functions.
     """
 
     def __init__(
@@ -115,6 +125,7 @@ class RewardScorer:
         thread: RewardThread | CallingThread | None = None,
         watchdog: bool = False,
         environments: Callable[[Group], list[Any] | None] = lambda group: None,
+        processes: int = 1,
     ):
         self._funcs = list(funcs)
         self._names = list(names)
@@ -136,6 +147,8 @@ class RewardScorer:
         self._watches: set[Watch] = set()
         self._watchdog = Watchdog(idle_note(stall_timeout)) if watchdog else None
         self._stall_timeout = stall_timeout
+        self._processes = processes
+        self._tolerated: set[int] = set()  # may act on the whole process, because they cannot be sent to another
 
     def start(self) -> None:
         """Start the processes of the functions that are known to need one: TRL's rewards that use math-verify, and the
@@ -144,7 +157,7 @@ class RewardScorer:
             if func is None or self._own_process is None:
                 continue
             if limits_time_in_main_thread_only(func) or self._thread.is_moved(func):
-                self._move(column, "math-verify's time limits")
+                self._move(column, TIME_LIMITS)
         if self._watchdog is not None and any(self._stays(column) for column in range(len(self._funcs))):
             self._watchdog.start()
 
@@ -218,11 +231,10 @@ class RewardScorer:
         size = len(group.rollouts)
         score = Score(rewards=[[math.nan] * len(self._funcs) for _ in range(size)])
         kwargs = self._arguments(group)
-        for call in itertools.chain(self._call_in_turn(kwargs, loop), self._await_together(kwargs, loop)):
-            if call.watched.asked_for:
-                self._move(call.column, call.watched.asked_for)
-            else:
-                self._add(score, call.column, call.values, call.extra_columns, call.metrics)
+        columns = [column for column in range(len(self._funcs)) if self._stays(column)]
+        again = [call.column for call in self._calls(columns, kwargs, loop) if not self._settled(score, call)]
+        for call in self._calls(again, kwargs, loop):
+            self._settled(score, call)
         for column in list(self._moved):
             moved = self._score_in_process(column, group)
             if isinstance(moved, Rejection):
@@ -271,23 +283,50 @@ class RewardScorer:
         if self._on_column is not None:
             self._on_column(column, values)
 
+    def _calls(self, columns: list[int], kwargs: dict[str, Any], loop: EventLoop) -> Iterator[FunctionCall]:
+        """The calls of these functions in the thread."""
+        present = [(column, func) for column in columns if (func := self._funcs[column]) is not None]
+        in_turn = {column: func for column, func in present if not is_async(func)}
+        together = {column: func for column, func in present if is_async(func)}
+        return itertools.chain(self._call_in_turn(in_turn, kwargs, loop), self._await_together(together, kwargs, loop))
+
+    def _settled(self, score: Score, call: FunctionCall) -> bool:
+        """Put the rewards of a call into the score, or give the function a process. `False` if the function is to be
+        called again."""
+        watched, name = call.watched, self._functions([call.column])
+        if watched.noticed_kind is Kind.COLLECTIVE:
+            raise RewardError(f"{name} {watched.noticed}. {COLLECTIVES}")
+        if not watched.noticed:
+            self._add(score, call.column, call.values, call.extra_columns, call.metrics)
+            return True
+        try:
+            self._move(call.column, watched.noticed)
+        except RewardError as error:
+            if watched.noticed_kind is Kind.MAIN_THREAD:
+                raise RewardError(f"{name} {watched.noticed}. {error}") from error
+            self._tolerated.add(call.column)
+            logger.warning("%s %s. %s It stays in the thread for now.", name, watched.noticed, error)
+            return False
+        return True
+
     # --- functions in a process of their own --------------------------------------------------------------------
 
-    def _move(self, column: int, asked_for: str) -> None:
-        """Give the function its own process."""
+    def _move(self, column: int, why: str) -> None:
+        """Give the function its own process.
+
+        Raises:
+            RewardError: the function cannot be sent there.
+        """
         assert self._own_process is not None, "a function is watched only outside a main thread"
-        try:
-            process = self._own_process(column)
-        except RewardError as error:
-            raise RewardError(f"{self._functions([column])} asks for {asked_for}, which {NEEDS}. {error}") from error
+        process = self._own_process(column)
         func = self._funcs[column]
         assert func is not None
         if not self._thread.is_moved(func):
             self._thread.in_processes.append(func)
             logger.warning(
-                "%s asks for %s, which %s, so it runs in a process of its own from now on. What it changes in the "
-                "script's objects stays in that process.",
-                *(self._functions([column]), asked_for, NEEDS),
+                "%s %s, so it runs in a process of its own from now on. What it changes in the script's objects stays "
+                "in that process.",
+                *(self._functions([column]), why),
             )
         process.start()
         self._moved[column] = process
@@ -350,24 +389,18 @@ class RewardScorer:
                 f"one group. {self.describe()}\n{thread_stacks()}"
             ) from None
 
-    def _call_in_turn(self, kwargs: dict[str, Any], loop: EventLoop) -> Iterator[FunctionCall]:
-        """The calls of the synchronous functions."""
-        for column, func in enumerate(self._funcs):
-            if func is not None and column not in self._moved and not is_async(func):
-                self._raise_if_interrupted()
-                self._run([column])
-                call = FunctionCall(column)
-                loop.make_current()
-                self._finish(call, partial(func, **self._with_loggers(kwargs, call)), kwargs)
-                yield call
+    def _call_in_turn(self, funcs: Functions, kwargs: dict[str, Any], loop: EventLoop) -> Iterator[FunctionCall]:
+        """The calls of synchronous functions."""
+        for column, func in funcs.items():
+            self._raise_if_interrupted()
+            self._run([column])
+            call = FunctionCall(column)
+            loop.make_current()
+            self._finish(call, partial(func, **self._with_loggers(kwargs, call)), kwargs)
+            yield call
 
-    def _await_together(self, kwargs: dict[str, Any], loop: EventLoop) -> Iterator[FunctionCall]:
-        """The calls of the `async def` functions. They run at the same time."""
-        funcs = {
-            column: func
-            for column, func in enumerate(self._funcs)
-            if func is not None and column not in self._moved and is_async(func)
-        }
+    def _await_together(self, funcs: Functions, kwargs: dict[str, Any], loop: EventLoop) -> Iterator[FunctionCall]:
+        """The calls of `async def` functions. They run at the same time."""
         if not funcs:
             return
         self._raise_if_interrupted()
@@ -387,24 +420,25 @@ class RewardScorer:
                 raise RewardError(f"{self._functions(funcs)} was being awaited when the run ended.") from None
             raise RewardError(f"{self._functions(funcs)} raised {error!r}.") from error
         for call, outcome in zip(calls.values(), outcomes, strict=True):
-            if not call.watched.asked_for:
+            if not call.watched.noticed:
                 self._finish(call, outcome, kwargs)
             yield call
 
     def _finish(self, call: FunctionCall, returns: Callable[[], Any], kwargs: dict[str, Any]) -> None:
-        """Set the rewards of a call, or, if the function asks for what only a main thread has, what it asked for."""
+        """Set the rewards of a call, unless the function was ended at a call that was noticed."""
         with self._watch(call):
             try:
                 # A generator runs only when its values are read.
                 name, size = self._names[call.column], len(kwargs["completions"])
                 call.values = reward_values(name, self._named_on_error(call.column, returns), size)
             except RewardError:
-                if not call.watched.asked_for:
+                if not call.watched.noticed:
                     raise
 
     @contextmanager
     def _watch(self, call: FunctionCall) -> Iterator[None]:
-        with watch() as call.watched:
+        changes = call.column not in self._tolerated
+        with watch(changes=changes, collectives=self._processes > 1) as call.watched:
             self._watches.add(call.watched)
             try:
                 yield

@@ -36,9 +36,10 @@ def _serve(channel: Channel) -> None:
         channel.send(message)
         channel.drain()
 
-    functions, names, script = channel.receive_one()
+    functions, names, processes, script = channel.receive_one()
     try:
-        scorer = _Scorer(pickle.loads(functions), names, lambda column, values: send("column", column, values))
+        loaded = pickle.loads(functions)
+        scorer = _Scorer(loaded, names, processes, lambda column, values: send("column", column, values))
     except BaseException as error:
         send("failed", f"The reward functions cannot be loaded in a reward worker: {error!r}.", traceback.format_exc())
         return
@@ -61,6 +62,7 @@ class _Scorer:
         self,
         functions: list[Callable[..., Any] | None],
         names: list[str],
+        processes: int,
         on_column: Callable[[int, list[float]], None],
     ):
         self._completions: list[Any] = []
@@ -72,6 +74,7 @@ class _Scorer:
             lambda group: self._state,
             on_column=on_column,
             thread=CallingThread(),
+            processes=processes,
         )
 
     def __call__(self, group: Group, completions: list[Any], state: Any) -> bytes:

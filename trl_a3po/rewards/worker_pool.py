@@ -43,6 +43,7 @@ class RewardWorkers:
         timeout: seconds that the functions may take for one group, counted from when a worker is ready for it.
         on_timeout: reward that each completion gets from a function that did not finish; `None` rejects the group.
         stall_timeout: seconds after which `score_all` gives up on a group.
+        processes: how many processes the run has, of which one alone has reward workers.
         otherwise: for messages, what else to do about a function that cannot be pickled or loaded.
 
     Raises:
@@ -60,9 +61,11 @@ class RewardWorkers:
         timeout: float | None = None,
         on_timeout: float | None = None,
         stall_timeout: float = 600.0,
+        processes: int = 1,
         otherwise: str = IN_THIS_PROCESS,
     ):
         self._functions = pickled_functions(funcs, names, otherwise)
+        self._processes = processes
         self._otherwise = otherwise
         self._names = list(names)
         present = [(column, func) for column, func in enumerate(funcs) if func is not None]
@@ -230,7 +233,7 @@ class RewardWorkers:
 
     def _start(self) -> RewardProcess:
         process = self._starter.submit(WorkerProcess, MODULE, shows_output=True).result()
-        return RewardProcess(process, self._functions, self._names, self._otherwise)
+        return RewardProcess(process, self._functions, self._names, self._processes, self._otherwise)
 
     def _borrow(self) -> RewardProcess:
         with self._changed:

@@ -44,15 +44,18 @@ class RewardProcess:
         process: a process that runs the module `trl_a3po.rewards.worker`.
         functions: what `pickled_functions` returned.
         names: a name per function.
+        processes: how many processes the run has.
         otherwise: for messages, what to do if the functions cannot be loaded.
     """
 
-    def __init__(self, process: WorkerProcess, functions: bytes, names: list[str], otherwise: str) -> None:
+    def __init__(
+        self, process: WorkerProcess, functions: bytes, names: list[str], processes: int, otherwise: str
+    ) -> None:
         self.process = process
         self._otherwise = otherwise
         self.ended = False
         self._ready = False
-        process.channel.send((functions, names, script_file()))
+        process.channel.send((functions, names, processes, script_file()))
 
     def wait_until_ready(self) -> None:
         """Return when the functions are loaded.

@@ -38,6 +38,7 @@ def build_scorer(
     `environments` gives the functions in this process the environments of a group's episodes."""
     args = trainer.args
     functions = [None if isinstance(func, RecordedReward) else func for func in reward_functions(trainer)]
+    processes = trainer.accelerator.num_processes
     names, decode = trainer.reward_func_names, CompletionDecoder(trainer.processing_class)
 
     # As a plain object: to load a TrainerState, each worker would import transformers and torch.
@@ -55,7 +56,8 @@ def build_scorer(
                 workers=1,
                 timeout=args.reward_timeout,
                 stall_timeout=args.stall_timeout,
-                otherwise="limit the function's time without signals",
+                processes=processes,
+                otherwise="write the function without it",
             )
 
         return RewardScorer(
@@ -69,6 +71,7 @@ def build_scorer(
             thread=trainer._reward_thread,
             watchdog=True,
             environments=environments,
+            processes=processes,
         )
     return RewardWorkers(
         functions,
@@ -79,6 +82,7 @@ def build_scorer(
         timeout=args.reward_timeout,
         on_timeout=args.reward_on_timeout,
         stall_timeout=args.stall_timeout,
+        processes=processes,
     )
 
 
