@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -197,8 +198,10 @@ def test_a_configuration_with_an_engine_object_is_written_as_json(model_path, tm
 
 
 def test_a_reward_that_changes_the_working_folder_moves_no_checkpoint(model_path, tmp_path, monkeypatch):
+    stays = threading.Lock()  # cannot be sent to a process, so the function stays in the thread
+
     def elsewhere(completion_ids, target, **kwargs):
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        with stays, tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             time.sleep(0.05)
         return reward(completion_ids, target)
 
