@@ -253,7 +253,12 @@ class EpisodeRunner:
     def _begin(self, request: GroupRequest) -> None:
         group = self._groups[request.request_id] = PlayedGroup(request)
         group.task = self._loop.create_task(self._play_group(group))
+        group.task.add_done_callback(self._group_ended)
         self._playing = tuple(self._groups.values())
+
+    def _group_ended(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._stop(error)
 
     def _cancel_groups(self, request_ids: set[int]) -> None:
         for request_id in request_ids & self._groups.keys():
@@ -265,23 +270,31 @@ class EpisodeRunner:
         request = group.request
         group.episodes = [self._episode(request, number) for number in range(request.num_rollouts)]
         tasks = [self._loop.create_task(self._play_episode(episode)) for episode in group.episodes]
-        end: GroupEnd | None = None
+        end: GroupEnd
         try:
             end = GroupFinished(request.request_id, list(await asyncio.gather(*tasks)))
+            self._forget(group)
+        except asyncio.CancelledError:
+            await self._drop(group, tasks)
+            raise
         except EpisodeFailed as failure:
+            await self._drop(group, tasks)
             end = GroupFailed(request.request_id, str(failure))
-        finally:
-            for task in tasks:
-                task.cancel()
-            if not isinstance(end, GroupFinished):
-                ended, _ = await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT)
-                for task in ended:
-                    task.cancelled() or task.exception()  # which is noted as read
-                self._dropped([episode.key for episode in group.episodes])
-            del self._groups[request.request_id]
-            self._playing = tuple(self._groups.values())
-        if end is not None:
-            self._report(end)
+        self._report(end)
+
+    async def _drop(self, group: PlayedGroup, tasks: list["asyncio.Task[Rollout]"]) -> None:
+        """End what is left of a group that has no rollouts."""
+        self._forget(group)
+        for task in tasks:
+            task.cancel()
+        ended, _ = await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT)
+        for task in ended:
+            task.cancelled() or task.exception()  # which is noted as read
+        self._dropped([episode.key for episode in group.episodes])
+
+    def _forget(self, group: PlayedGroup) -> None:
+        del self._groups[group.request.request_id]
+        self._playing = tuple(self._groups.values())
 
     def _episode(self, request: GroupRequest, number: int) -> Episode:
         return Episode(
@@ -311,7 +324,7 @@ class EpisodeRunner:
                 answer = await self._play(episode)
             result = answer if isinstance(answer, EpisodeResult) else EpisodeResult(answer)
             return episode.rollout(result, self._rewards(result))
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             raise
         except TimeoutError as error:
             late = f"it took longer than episode_timeout={self._timeout} s, and waited last for {episode.waited_for}"
