@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 from trl import GRPOTrainer
@@ -110,6 +111,7 @@ from trl_a3po.session.resuming import RunState, begin_run, load_run
 from trl_a3po.session.sampling import sampling_settings
 from trl_a3po.session.temporarily import temporarily
 from trl_a3po.session.termination import StopRequested, Termination
+from trl_a3po.session.train_rows import TrainRows, counted_dataset, train_rows, without_rows
 from trl_a3po.step_normalizer import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
 
 check_trl_hooks(GRPOTrainer)
@@ -209,6 +211,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self._normalizer = StepNormalizer(args.steps_per_generation) if normalizes else None
         self._built_with = SettingsOfConstruction(args)
         self._resumed: RunState | None = None
+        self._train_rows: TrainRows | None = None  # during training
         self._current_batch = CurrentBatch()
         self._loss_inputs: LossInputs | None = None  # of TRL's loss, until it has asked for the log-probs
         self._micro_batch: LossInputs | None = None  # what the loss of this micro-step was given
@@ -239,6 +242,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         with mode_of_this_thread(self.model), self._termination.listening(), watch:
             try:
                 folder = self._resume(resume_from_checkpoint)
+                self._train_rows = train_rows(self, self._resumed)
                 output = self._until_terminated(super().train, str(folder) if folder else None, *args, **kwargs)
             except BaseException as error:
                 close_after_error(self.close)
@@ -308,11 +312,22 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     def close(self) -> None:
         """Stop generating and free the engine. `train` calls it when it ends. Idempotent."""
         self._running, self._resumed, self._current_batch = False, None, CurrentBatch()
+                self._train_rows = train_rows(self, self._resumed)
         self._has_evaluated = False
         if self._session is not None:
             self._session.close()
             self._session = None  # only now: if closing is interrupted, the next call closes the session again
         self._training_forward.release()
+
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, *args: Any, **kwargs: Any
+    ) -> DataLoader[Any]:
+        make = super()._get_dataloader
+        if description != "Training" or self._train_rows is None:
+            return make(dataset, description, batch_size, sampler_fn, *args, **kwargs)
+        counted = counted_dataset(self, self._train_rows, dataset)
+        with without_rows(self):
+            return make(counted, description, batch_size, lambda _: sampler_fn(dataset), *args, **kwargs)
 
     # --- taking a batch -----------------------------------------------------------------------------------------
 

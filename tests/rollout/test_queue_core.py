@@ -291,8 +291,20 @@ def test_a_rejected_group_is_replaced_at_the_end_of_the_order():
     first, second = core.submissions()
     finish(core, first.request_id)
     core.record_score(core.next_to_score()[0], Rejection("all rewards equal"))
+    core.prompts.fill(core.prompts_wanted)
     (replacement,) = core.submissions()
     assert [item.prompt.index for item in core.order] == [second.noise_key, replacement.noise_key]
+
+
+@pytest.mark.parametrize(
+    "bound, replaces, in_reserve", [(0, False, 0), (0, True, 0), (2, False, 0), (2, True, 2)], ids=str
+)
+def test_no_more_rows_are_read_than_may_be_submitted_and_replace_what_is_rejected(bound, replaces, in_reserve):
+    core = make_core(batch=2, bound=bound, replaces_groups=replaces, takes=4)
+    admitted = 2 * (bound + 1)
+    assert len(core.submissions()) == admitted and core.prompts.buffered == in_reserve
+    core.next_take = 4  # nothing is left to train on
+    assert core.prompts_wanted == in_reserve
 
 
 def test_rejecting_everything_stops_the_run():

@@ -65,6 +65,7 @@ class GenerationQueue:
         max_in_flight: largest number of groups in the engine at a time. `None` sets no limit besides `max_staleness`.
         max_rejected_in_a_row: groups that may be rejected in a row before the run stops with `StallError`. `None`
             stands for as many as 10 batches hold.
+        replaces_groups: groups are expected to be rejected, so that the rows of others are read in reserve.
         close_timeout: seconds for which `close` waits for the background threads before it abandons them.
         score_threads: number of threads that score, each one group at a time.
         score_timeout: seconds that scoring one group may take before a waiting `take` raises `StallError`.
@@ -97,6 +98,7 @@ class GenerationQueue:
         stall_timeout: float = 600.0,
         max_in_flight: int | None = None,
         max_rejected_in_a_row: int | None = None,
+        replaces_groups: bool = True,
         close_timeout: float = 5.0,
         score_threads: int = 1,
         score_timeout: float | None = None,
@@ -132,6 +134,7 @@ class GenerationQueue:
             max_attempts=max_attempts,
             max_in_flight=max_in_flight,
             max_rejected_in_a_row=10 * groups_per_batch if max_rejected_in_a_row is None else max_rejected_in_a_row,
+            replaces_groups=replaces_groups,
             attempt_ended=attempt_ended,
             runs_episodes=runs_episodes,
         )

@@ -28,9 +28,6 @@ Admission = Literal[
     "open", "total_takes", "max_staleness", "max_in_flight", "prompts", "end of data", "lag", "batch in the engine"
 ]
 
-# Batches tokenised ahead of admission: one for the next publish to admit, one to replace rejected groups.
-SPARE_BATCHES = 2
-
 
 class QueueCore:
     """Events in, decisions out. It takes one caller at a time. The arguments are those of `GenerationQueue`."""
@@ -44,6 +41,7 @@ class QueueCore:
         max_attempts: int,
         max_in_flight: int | None,
         max_rejected_in_a_row: int,
+        replaces_groups: bool = True,
         attempt_ended: Callable[[AttemptRecord], None] = lambda attempt: None,
         runs_episodes: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -54,6 +52,7 @@ class QueueCore:
         self.max_attempts = max_attempts
         self.max_in_flight = max_in_flight
         self.max_rejected_in_a_row = max_rejected_in_a_row
+        self.replaces_groups = replaces_groups
         self.attempt_ended = attempt_ended
         self.runs_episodes = runs_episodes
         self.clock = clock
@@ -104,9 +103,17 @@ class QueueCore:
 
     @property
     def prompts_wanted(self) -> int:
-        """How many prompts the stream should hold buffered."""
-        spare = SPARE_BATCHES * self.plan.groups_per_batch
-        return max(0, self.capacity - len(self.order)) + spare
+        """How many prompts the stream should hold buffered: those that may be submitted before the main thread reads
+        again, and no more, because a row may look otherwise later.
+
+        These are what `max_staleness` admits now, in whole batches. A group that is rejected while the main thread
+        trains leaves room for another one, which a batch in reserve fills at once; with `max_staleness=0` the main
+        thread waits while groups are sampled, and reads the row then.
+        """
+        batch = self.plan.groups_per_batch
+        trainable = (self.plan.total_takes - self.next_take) * batch
+        reserve = batch if self.replaces_groups and self.plan.max_staleness > 0 else 0
+        return max(0, min(self.capacity, trainable) - len(self.order)) + reserve
 
     def admission(self) -> Admission:
         """Whether another prompt may be submitted ("open"), or what holds it back.

@@ -60,6 +60,7 @@ def build_queue(
         # While an episode waits for a tool, others use its place in the engine.
         max_in_flight=groups_in_engine(args) if episodes is None else None,
         max_rejected_in_a_row=args.max_rejected_groups_in_a_row or 10 * args.groups_per_batch,
+        replaces_groups=args.drop_zero_variance_groups or trainer.on_group is not None,
         score_threads=max(1, args.reward_workers),
         score_timeout=None if in_processes else args.reward_timeout,
         scoring_seconds=None if isinstance(scorer, RewardWorkers) else scorer.seconds,

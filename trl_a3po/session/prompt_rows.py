@@ -23,18 +23,18 @@ logger = logging.getLogger(__name__)
 NO_PROMPT = [{"role": "user", "content": ""}]  # of a row whose prompt comes from its environment, as in TRL
 
 
-def prompt_rows(trainer: "A3POTrainer", first_row: int = 0) -> Iterator[dict[str, Any]]:
+def prompt_rows(trainer: "A3POTrainer", first_row: int = 0) -> Iterator[dict[str, Any] | None]:
     """Dataset rows in the order of GRPOTrainer, epoch after epoch, beginning with row number `first_row`. The last
-    batch of an epoch is left out if it is incomplete."""
+    batch of an epoch is left out if it is incomplete. `None` stands where an epoch of a stream ends."""
     args, dataset = trainer.args, trainer.train_dataset
     groups = args.groups_per_batch
     if isinstance(dataset, IterableDataset):
         rows = _streamed_rows(dataset.shuffle(seed=args.seed) if trainer.shuffle_dataset else dataset, groups)
-        rows = itertools.islice(rows, first_row, None)
+        rows = _without_first(rows, first_row)
     else:
         rows = (dataset[index] for index in itertools.islice(_sampled_rows(trainer), first_row, None))
     for row in rows:
-        yield _used_columns(trainer, row)
+        yield None if row is None else _used_columns(trainer, row)
 
 
 def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> list[int]:
@@ -152,7 +152,7 @@ def _one_of_each_group(trainer: "A3POTrainer", batch: list[int]) -> list[int]:
     return firsts
 
 
-def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, Any]]:
+def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, Any] | None]:
     for epoch in itertools.count():
         dataset.set_epoch(epoch)  # as the Trainer does: every epoch is shuffled differently
         whole_batches, batch = 0, []
@@ -163,6 +163,16 @@ def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, 
                 whole_batches, batch = whole_batches + 1, []
         if whole_batches == 0:
             return
+        yield None
+
+
+def _without_first(rows: Iterator[dict[str, Any] | None], number: int) -> Iterator[dict[str, Any] | None]:
+    """`rows` without the first `number` of them, and without the ends of epochs among these."""
+    for row in rows:
+        if number == 0:
+            yield row
+        elif row is not None:
+            number -= 1
 
 
 def _used_columns(trainer: "A3POTrainer", row: dict[str, Any]) -> dict[str, Any]:

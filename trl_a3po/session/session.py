@@ -5,6 +5,7 @@ and nowhere else, and their delivery is checked when due.
 """
 
 import contextlib
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from trl_a3po.session.build_scorer import PublishedStates, build_scorer, recorde
 from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.cores import SharedCores
 from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evaluation_prompts
-from trl_a3po.session.prompt_rows import prompt_rows, tokenize_or_leave_out
+from trl_a3po.session.prompt_rows import tokenize_or_leave_out
 from trl_a3po.session.resuming import RunState, new_run
 from trl_a3po.session.sampling import check_unchanged, sampling_settings
 from trl_a3po.session.served_weights import ServedWeights, check_same_model
@@ -65,9 +66,8 @@ class Session:
         self.run = new_run() if resumed is None else resumed.run
         self.timeline = begin_timeline(args, self.run, version, resumed=resumed is not None)
         first_row = 0 if resumed is None else resumed.queue.first_row
-        prompts = PromptStream(
-            prompt_rows(trainer, first_row), lambda row: tokenize_or_leave_out(trainer, row), first_row
-        )
+        assert trainer._train_rows is not None, "train() has made the iterator of rows"
+        prompts = PromptStream(trainer._train_rows, lambda row: tokenize_or_leave_out(trainer, row), first_row)
         self.queue = build_queue(
             trainer,
             self.engine,
@@ -197,9 +197,10 @@ class Session:
     def _check_delivery(self, args: A3POConfig, prompts: PromptStream, version: int) -> DeliveryCheck | None:
         """The delivery check, after its first run; `None` if there is no prompt, and so nothing to sample."""
         probes = max(NUM_PROBES, len(args.engine_devices), len(args.vllm_server_urls or ()))  # one for each engine
-        prompt_ids = [prompt.token_ids for prompt in prompts.peek(probes)]
-        if not prompt_ids:
+        first = [prompt.token_ids for prompt in prompts.peek(min(probes, args.groups_per_batch))]
+        if not first:
             return None
+        prompt_ids = list(itertools.islice(itertools.cycle(first), probes))
         check = DeliveryCheck(
             self.engine,
             self._policy,
