@@ -312,7 +312,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     def close(self) -> None:
         """Stop generating and free the engine. `train` calls it when it ends. Idempotent."""
         self._running, self._resumed, self._current_batch = False, None, CurrentBatch()
-                self._train_rows = train_rows(self, self._resumed)
+        self._train_rows = None
         self._has_evaluated = False
         if self._session is not None:
             self._session.close()

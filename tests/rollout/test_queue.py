@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.rollout.queue_fakes import FakeEngine, make_prompts, update, zero_score
 from trl_a3po.errors import A3POError, EngineError, GenerationFailed, QueueClosed, RewardError, StallError
+from trl_a3po.protocol.engine import EngineStats
 from trl_a3po.protocol.records import Rejection
 from trl_a3po.rollout.queue import EndOfData, GenerationQueue
 from trl_a3po.rollout.take_plan import starves
@@ -510,3 +511,45 @@ def test_close_after_an_interrupt_of_the_tokenizer():
         with pytest.raises(KeyboardInterrupt):
             train(queue, 5)
         assert_closed(queue)
+
+
+class OneLongGroup(FakeEngine):
+    """Samples `tokens_each` tokens at every look at its numbers, and finishes nothing before it has `enough`."""
+
+    def __init__(self, tokens_each, enough, **stats):
+        super().__init__()
+        self.tokens, self.tokens_each, self.enough, self.more = 0, tokens_each, enough, stats
+
+    def wait(self, timeout):
+        if self.tokens < self.enough:
+            time.sleep(timeout)
+            return []
+        return super().wait(timeout)
+
+    def stats(self):
+        self.tokens += self.tokens_each
+        return EngineStats(tokens=self.tokens, **self.more)
+
+
+def test_an_engine_that_samples_is_not_stalled_however_long_its_group_is():
+    with running(OneLongGroup(100, 700), stall_timeout=1.0, max_staleness=0) as queue:
+        assert len(queue.take(0)) == 2
+
+
+def test_an_engine_that_samples_more_than_its_groups_can_have_is_stalled():
+    engine = OneLongGroup(100, 10**9, trouble="its worker (process 7) has said nothing for 31 s")
+    with (
+        running(engine, stall_timeout=1.0, max_staleness=0, max_tokens=50) as queue,
+        pytest.raises(StallError) as info,
+    ):
+        queue.take(0)
+    assert "more than its groups can have (200)" in str(info.value)
+    assert "its worker (process 7) has said nothing for 31 s" in str(info.value)
+    assert "oldest prompt: prompt 0" in str(info.value)
+
+
+def test_a_worker_that_is_stopped_is_waited_for():
+    engine = OneLongGroup(0, 1, is_stopped=True)
+    threading.Timer(2.5, lambda: setattr(engine, "enough", 0)).start()
+    with running(engine, stall_timeout=1.0, max_staleness=0) as queue:
+        assert len(queue.take(0)) == 2

@@ -78,6 +78,8 @@ class SeveralEngines:
             restarts=sum(stats.restarts for stats in every),
             publish_seconds=sum(stats.publish_seconds for stats in every),
             awaits_publish=any(stats.awaits_publish for stats in every),
+            is_stopped=any(stats.is_stopped for stats in every),
+            trouble="; ".join(stats.trouble for stats in every if stats.trouble),
             extra={name: max(stats.extra.get(name, 0.0) for stats in every) for name in names},
         )
 

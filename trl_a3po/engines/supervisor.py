@@ -25,10 +25,13 @@ from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupRequest
 from trl_a3po.workers.channel import Channel
 from trl_a3po.workers.process import WorkerProcess
 from trl_a3po.workers.reading import WorkerEnded, WorkerUnusable, read_messages
+from trl_a3po.workers.running_clock import wait_running
 
 logger = logging.getLogger(__name__)
 
 _END_TIMEOUT = 2.0  # seconds for a worker to end by itself
+_SILENCE = 2.0  # seconds of silence after which a worker may be stopped
+_LONG_SILENCE = 30.0  # seconds of silence that are named in a report
 
 
 class Supervisor:
@@ -78,7 +81,7 @@ class Supervisor:
         """Start the first worker. Returns when it is ready; raises `EngineError` when it does not get ready."""
         self._thread.start()
         with self._changed:
-            ready = self._changed.wait_for(lambda: self._ready_once or self._error or self._closing, timeout)
+            ready = self._wait(lambda: self._ready_once or self._error or self._closing, timeout)
             if not ready:
                 output = self._worker.output_tail if self._worker is not None else ""
                 raise EngineError(
@@ -111,7 +114,7 @@ class Supervisor:
         with self._changed:
             self._raise_if_over()
             key = self._requests.request_score(prompt_ids, completion_ids, self._channel)
-            self._changed.wait_for(lambda: self._requests.is_answered(key) or self._error or self._closing, timeout)
+            self._wait(lambda: self._requests.is_answered(key) or self._error or self._closing, timeout)
             answer = self._requests.forget(key)
             if answer is None:
                 self._raise_if_over()
@@ -133,7 +136,7 @@ class Supervisor:
             EngineError: the worker has not finished loading the previous version within `timeout` seconds.
         """
         with self._changed:
-            free = self._changed.wait_for(lambda: not self._loading or self._error or self._closing, timeout)
+            free = self._wait(lambda: not self._loading or self._error or self._closing, timeout)
             self._raise_if_over()
             if not free:
                 raise EngineError(
@@ -161,12 +164,15 @@ class Supervisor:
     def stats(self) -> EngineStats:
         with self._changed:
             now, before = self._stats, self._before
+            is_stopped, silence = self._is_stopped(), time.monotonic() - self._heard
             return replace(
                 now,
                 tokens=now.tokens + before.tokens,
                 busy_seconds=now.busy_seconds + before.busy_seconds,
                 waiting_requests=now.waiting_requests + self._requests.unsent,
-                extra={"worker_silence_seconds": time.monotonic() - self._heard},
+                is_stopped=is_stopped,
+                trouble=self._trouble(silence, is_stopped),
+                extra={"worker_silence_seconds": silence},
             )
 
     @property
@@ -316,6 +322,22 @@ class Supervisor:
     def _channel(self) -> Channel | None:
         """Where requests can be sent now; `None` while there is no worker that accepts them."""
         return self._worker.channel if self._worker is not None and self._accepts_requests else None
+
+    def _wait(self, done: Callable[[], object], timeout: float) -> bool:
+        """Wait until `done`, for `timeout` seconds in which neither this process nor the worker is stopped."""
+        return wait_running(self._changed, done, timeout, self._is_stopped)
+
+    def _is_stopped(self) -> bool:
+        # A worker speaks twice a second, so one that has just spoken need not be looked at.
+        silent = time.monotonic() - self._heard > _SILENCE
+        return silent and self._worker is not None and self._worker.is_stopped
+
+    def _trouble(self, silence: float, is_stopped: bool) -> str:
+        if self._worker is None or (silence < _LONG_SILENCE and not is_stopped):
+            return ""
+        if is_stopped:
+            return f"its worker {self._worker.how_to_continue}"
+        return f"its worker (process {self._worker.pid}) has said nothing for {silence:.0f} s"
 
     def _raise_if_over(self) -> None:
         if self._error is not None:

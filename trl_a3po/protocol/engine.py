@@ -125,6 +125,8 @@ class EngineStats:
         publish_seconds: duration of the last publish, as the trainer felt it.
         awaits_publish: nothing is sampled until weights are published once more, also under the version that was
             published last: a worker started again cannot be given them otherwise.
+        is_stopped: a worker was stopped (SIGSTOP, a frozen container) and goes on when it is continued.
+        trouble: what is wrong with a worker now, such as "its worker (process 7) has said nothing for 31 s", or empty.
         extra: numbers of one engine only, logged under their own names.
     """
 
@@ -135,6 +137,8 @@ class EngineStats:
     restarts: int = 0
     publish_seconds: float = 0.0
     awaits_publish: bool = False
+    is_stopped: bool = False
+    trouble: str = ""
     extra: dict[str, float] = field(default_factory=dict)
 
 

@@ -42,6 +42,7 @@ from trl_a3po.rewards.stand_ins import Kind
 from trl_a3po.rewards.thread import NAME, CallingThread, EventLoop, RewardThread, end_forked_child
 from trl_a3po.rewards.values import reward_values
 from trl_a3po.rewards.watch import Watch, limits_time_in_main_thread_only, watch
+from trl_a3po.workers.running_clock import RunningClock
 from trl_a3po.workers.thread_stacks import thread_stacks
 from trl_a3po.workers.watchdog import Watchdog
 from trl_a3po.workers.watchdog_process import GRACE_SECONDS, Note
@@ -110,6 +111,7 @@ class RewardScorer:
         watchdog: whether to have one while functions may run in a thread.
         environments: group -> the environments of its episodes, `None` if there are none.
         processes: how many processes the run has, of which this one alone calls the functions.
+        clock: of the limits; it stands still while this process is stopped. `None` stands for a clock of this scorer.
     """
 
     def __init__(
@@ -126,7 +128,9 @@ class RewardScorer:
         watchdog: bool = False,
         environments: Callable[[Group], list[Any] | None] = lambda group: None,
         processes: int = 1,
+        clock: Callable[[], float] | None = None,
     ):
+        self._clock = RunningClock(2 * WHILE_WAITING_SECONDS) if clock is None else clock
         self._funcs = list(funcs)
         self._names = list(names)
         self._decode = decode
@@ -177,7 +181,12 @@ class RewardScorer:
         began, in_process = self._began, self._in_process
         if began is None or (in_process is not None and self._timeout_name == "reward_timeout"):
             return 0.0
-        return time.monotonic() - began
+        return self._clock() - began
+
+    def stopped(self) -> str:
+        """Which process of a function was stopped, and how it goes on, or an empty text. From any thread."""
+        in_process = self._in_process
+        return "" if in_process is None else in_process.stopped()
 
     def __call__(self, group: Group) -> Score | Rejection:
         return self._submit(group).result()
@@ -190,7 +199,7 @@ class RewardScorer:
         process = self._in_process
         if process is not None:
             return f"{self._functions(running)} is running in a process of its own. {process.describe()}"
-        seconds = f"{time.monotonic() - began:.1f} s"
+        seconds = f"{self._clock() - began:.1f} s"
         so_far = (
             f"running for {seconds}, in a thread, which cannot be interrupted"
             if self._awaited is None
@@ -206,7 +215,7 @@ class RewardScorer:
         return self._thread.submit(partial(self._timed_score, group))
 
     def _timed_score(self, group: Group, loop: EventLoop) -> Score | Rejection:
-        self._began = time.monotonic()
+        self._began = self._clock()
         try:
             return self._score(group, loop)
         finally:
@@ -335,14 +344,14 @@ class RewardScorer:
 
     def _score_in_process(self, column: int, group: Group) -> Score | Rejection:
         self._raise_if_interrupted()
-        process, began = self._moved[column], time.monotonic()
+        process, began = self._moved[column], self._clock()
         self._run([column], process)
         try:
             return process(group)
         finally:
             self._run([])
             if self._timeout_name == "reward_timeout" and self._began is not None:
-                self._began += time.monotonic() - began
+                self._began += self._clock() - began
 
     def score_all(
         self, groups: Sequence[Group], while_waiting: Callable[[], None] = lambda: None

@@ -20,9 +20,10 @@ from typing import Any
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.protocol.records import Group, Rejection, Score
 from trl_a3po.rewards.messages import IN_THIS_PROCESS, pickled_functions, pickled_group, unpickled_score
-from trl_a3po.rewards.scorer import is_async, wait_for_result
+from trl_a3po.rewards.scorer import WHILE_WAITING_SECONDS, is_async, wait_for_result
 from trl_a3po.rewards.worker_process import ABORT_TIMEOUT, RewardProcess, WorkerGone
 from trl_a3po.workers.process import WorkerProcess
+from trl_a3po.workers.running_clock import RunningClock
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,12 @@ class RewardWorkers:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def stopped(self) -> str:
+        """Which worker was stopped while it scores, and how it goes on, or an empty text. From any thread."""
+        with self._changed:
+            processes = [worker.process for worker in self._busy]
+        return "; ".join(f"a reward worker {each.how_to_continue}" for each in processes if each.is_stopped)
+
     def close(self) -> None:
         """End the workers, whatever they are doing. A thread that waits for a worker gets a `RewardError`. Idempotent;
         takes bounded time."""
@@ -177,9 +184,10 @@ class RewardWorkers:
         self._starter.shutdown(wait=False)
 
     def _result(self, future: "Future[Score | Rejection]", while_waiting: Callable[[], None]) -> Score | Rejection:
-        deadline = time.monotonic() + self._stall_timeout
+        clock = RunningClock(2 * WHILE_WAITING_SECONDS)
+        deadline = clock() + self._stall_timeout
         try:
-            return wait_for_result(future, lambda: deadline - time.monotonic(), while_waiting)
+            return wait_for_result(future, lambda: deadline - clock(), while_waiting)
         except TimeoutError:
             raise StallError(
                 f"The reward of an evaluation's group has not come within stall_timeout={self._stall_timeout:g} s. "

@@ -49,6 +49,10 @@ class EvaluationRequests:
     def done(self) -> bool:
         return all(result is not None for result in self._results)
 
+    @property
+    def rollouts_in_engine(self) -> int:
+        return len(self._by_request) * self._num_rollouts
+
     def rollouts(self) -> list[list[Rollout]]:
         """The rollouts of each prompt, in the order of the prompts."""
         return [result for result in self._results if result is not None]

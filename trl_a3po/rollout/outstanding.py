@@ -19,12 +19,12 @@ FINISHED: tuple[Stage, ...] = ("waiting for its reward", "being scored", "ready"
 
 @dataclass(slots=True, eq=False)
 class OutstandingPrompt:
-    """A prompt that has left the prompt stream and has no final outcome yet. Times are seconds of the queue's clock.
+    """A prompt that has left the prompt stream and has no final outcome yet.
 
     Args:
         prompt: the prompt.
-        popped_at: when it left the prompt stream.
-        stage_entered_at: when it entered its present stage.
+        popped_at: when it left the prompt stream, on the clock that stands still while the process is stopped.
+        stage_entered_at: when it entered its present stage, on the same clock.
         stage: its present stage.
         request_id: id of the present attempt in the engine.
         attempt: number of the present attempt, 0 before the first one.
@@ -32,7 +32,7 @@ class OutstandingPrompt:
         group: its rollouts, `None` until the engine has finished them.
         oldest, newest: versions of the group's oldest and newest token, `None` if no policy sampled any.
         failures: why each earlier attempt failed.
-        stage_times: when the present attempt entered each of its stages in this process.
+        stage_times: when the present attempt entered each of its stages in this process, on the monotonic clock.
     """
 
     prompt: Prompt

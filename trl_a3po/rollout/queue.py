@@ -23,6 +23,7 @@ from trl_a3po.errors import StallError
 from trl_a3po.protocol.engine import Engine
 from trl_a3po.protocol.records import Group, Rejection, Rollout, Score
 from trl_a3po.protocol.weights import WeightUpdate
+from trl_a3po.rollout.engine_watch import EngineWatch
 from trl_a3po.rollout.evaluation_requests import EvaluationRequests
 from trl_a3po.rollout.outcomes import AttemptRecord, Outcomes
 from trl_a3po.rollout.prompt_stream import PromptStream
@@ -32,6 +33,7 @@ from trl_a3po.rollout.shared_state import SharedState
 from trl_a3po.rollout.take_plan import TakePlan
 from trl_a3po.rollout.threads import background_threads
 from trl_a3po.rollout.wait_reasons import QueueStatus, overdue_report, queue_status, stall_report, starvation_reason
+from trl_a3po.workers.running_clock import TICK, RunningClock
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,10 @@ class GenerationQueue:
         lag: for `schedule="fixed_lag"`: how many takes before its own take every batch is sampled, submitted as a
             whole to an engine without other work. `None` samples whatever `max_staleness` allows.
         max_attempts: attempts at a prompt before the run stops with `GenerationFailed`.
-        stall_timeout: seconds without any event after which a waiting `take` raises `StallError`.
+        stall_timeout: seconds without an event or a sampled token after which a waiting `take` raises `StallError`.
+            Time in which this process or the engine's worker is stopped does not count.
+        max_tokens: most tokens of a rollout. Tokens beyond what the groups in the engine can have are no progress;
+            `None` sets no limit.
         max_in_flight: largest number of groups in the engine at a time. `None` sets no limit besides `max_staleness`.
         max_rejected_in_a_row: groups that may be rejected in a row before the run stops with `StallError`. `None`
             stands for as many as 10 batches hold.
@@ -80,6 +85,9 @@ class GenerationQueue:
         runs_episodes: the requests for `engine` hold their dataset rows.
         describe_engine: returns what the engine waits for, and what would help, for the message of a `StallError`, or
             an empty text. It must not wait.
+        stopped_scoring: returns which process of the reward functions is stopped, or an empty text. Time does not
+            count then.
+        running: the clock of all limits, which `scoring_seconds` may share; by default a new one.
     """
 
     def __init__(
@@ -96,6 +104,7 @@ class GenerationQueue:
         lag: int | None = None,
         max_attempts: int = 3,
         stall_timeout: float = 600.0,
+        max_tokens: int | None = None,
         max_in_flight: int | None = None,
         max_rejected_in_a_row: int | None = None,
         replaces_groups: bool = True,
@@ -109,6 +118,8 @@ class GenerationQueue:
         while_waiting: Callable[[], None] = lambda: None,
         runs_episodes: bool = False,
         describe_engine: Callable[[], str] = lambda: "",
+        stopped_scoring: Callable[[], str] = lambda: "",
+        running: Callable[[], float] | None = None,
     ):
         _require_positive(num_rollouts=num_rollouts, max_attempts=max_attempts, stall_timeout=stall_timeout)
         _require_positive(score_threads=score_threads)
@@ -119,12 +130,17 @@ class GenerationQueue:
         self._engine = engine
         self._prompts = prompts
         self._stall_timeout = stall_timeout
+        self._running = RunningClock() if running is None else running
+        self._engine_watch = EngineWatch()
+        self._max_tokens = max_tokens
         self._close_timeout = close_timeout
         self._score_timeout = score_timeout
         self._scoring_seconds = scoring_seconds
         self._interrupt_score = interrupt_score
         self._describe_score = describe_score
         self._describe_engine = describe_engine
+        self._stopped_scoring = stopped_scoring
+        self._stopped = ""
         self._while_waiting = while_waiting
         self._while_waiting_called = time.monotonic()
         core = QueueCore(
@@ -137,8 +153,9 @@ class GenerationQueue:
             replaces_groups=replaces_groups,
             attempt_ended=attempt_ended,
             runs_episodes=runs_episodes,
+            running=self._running,
         )
-        self._core, self._shared = core, SharedState(core)
+        self._core, self._shared = core, SharedState(core, self._running)
         self._changed = self._shared.changed  # guards the core and everything below
         self._background = background_threads(
             self._shared, engine, score, score_threads, close_interrupts_scoring=interrupt_score is not None
@@ -234,14 +251,15 @@ class GenerationQueue:
         with self._changed:
             if self._taking_since is not None:
                 raise RuntimeError("take was called while another thread waits in it: only the main thread takes.")
-            began = self._taking_since = time.monotonic()
+            since = self._taking_since = time.monotonic()
+            began = self._running()
         try:
             while (groups := self._take_or_wait(version, began)) is None:
-                self._call_while_waiting()
+                self._look_around()
             return groups
         finally:
             with self._changed:
-                self._take_seconds += time.monotonic() - began
+                self._take_seconds += time.monotonic() - since
                 self._taking_since = None
 
     def sample(
@@ -270,11 +288,11 @@ class GenerationQueue:
         self._wait_until_settled(scored=True)
         with self._changed:
             self._shared.raise_if_over()
-            self._shared.evaluation, began = evaluation, time.monotonic()
+            self._shared.evaluation, began = evaluation, self._running()
             self._shared.progress()
         try:
             while self._wait_for_evaluation(evaluation, began):
-                self._call_while_waiting()
+                self._look_around()
         finally:
             with self._changed:
                 self._shared.evaluation = None
@@ -373,7 +391,7 @@ class GenerationQueue:
     def _wait_until_settled(self, *, scored: bool = False) -> None:
         """With a `lag`, wait until everything that is to be sampled from the published version has been sampled, and,
         if `scored`, until it has been scored too."""
-        began = time.monotonic()
+        began = self._running()
         while self._core.plan.lag is not None:
             self._fill_prompts()
             with self._changed:
@@ -382,28 +400,46 @@ class GenerationQueue:
                     return
                 if self._core.admission() != "prompts":
                     self._wait_for_progress(began)
-            self._call_while_waiting()
+            self._look_around()
 
     def _wait_for_progress(self, began: float) -> None:
         """Wait for the next event. Raise `StallError` if there has been no event for `stall_timeout` seconds since
         `began`, or if scoring a group takes longer than `score_timeout`. The caller holds the lock."""
-        quiet = time.monotonic() - max(began, self._shared.last_progress)
+        quiet = self._running() - max(began, self._shared.last_progress)
         if quiet >= self._stall_timeout:
-            raise StallError(stall_report(self.status(), quiet, self._describe_score() or self._describe_engine()))
+            doing = self._describe_score() or self._describe_engine()
+            raise StallError(stall_report(self.status(), quiet, str(self._engine_watch), doing))
         longest = self._stall_timeout - quiet
         if self._score_timeout is not None:
             scoring = (self._scoring_seconds or self._core.scoring_seconds)()
             if scoring >= self._score_timeout:
                 raise StallError(overdue_report(self.status(), scoring, self._score_timeout, self._describe_score()))
             longest = min(longest, self._score_timeout - scoring)
-        self._changed.wait(min(longest, WHILE_WAITING_SECONDS))
+        self._changed.wait(min(longest, TICK))
 
-    def _call_while_waiting(self) -> None:
-        """Call `while_waiting` if the last call was long enough ago. Not under the lock: the call may take as long as
-        another process needs to answer."""
+    def _look_around(self) -> None:
+        """Look whether the engine gets on, and call `while_waiting` if the last call was long enough ago. Not under
+        the lock: the call may take as long as another process needs to answer."""
+        stats = self._engine.stats()
+        stopped = stats.trouble if stats.is_stopped else self._stopped_scoring()
+        with self._changed:
+            gets_on = self._engine_watch.gets_on(stats, self._shared.events, self._most_tokens())
+            if gets_on or stopped:
+                self._shared.last_progress = self._running()
+        if stopped and not self._stopped:
+            logger.warning("Training waits: %s.", stopped)
+        self._stopped = stopped
         if time.monotonic() - self._while_waiting_called >= WHILE_WAITING_SECONDS:
             self._while_waiting()
             self._while_waiting_called = time.monotonic()
+
+    def _most_tokens(self) -> int | None:
+        """Most tokens that what is in the engine can have; the caller holds the lock."""
+        if self._max_tokens is None:
+            return None
+        evaluation = self._shared.evaluation
+        rollouts = self._core.count("in the engine") * self._core.num_rollouts
+        return self._max_tokens * (rollouts + (evaluation.rollouts_in_engine if evaluation else 0))
 
     def _fill_prompts(self) -> None:
         with self._changed:

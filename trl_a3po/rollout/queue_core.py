@@ -45,6 +45,7 @@ class QueueCore:
         attempt_ended: Callable[[AttemptRecord], None] = lambda attempt: None,
         runs_episodes: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        running: Callable[[], float] = time.monotonic,
     ):
         self.prompts = prompts
         self.plan = plan
@@ -55,7 +56,8 @@ class QueueCore:
         self.replaces_groups = replaces_groups
         self.attempt_ended = attempt_ended
         self.runs_episodes = runs_episodes
-        self.clock = clock
+        self.clock = clock  # of records
+        self.running = running  # of ages and limits, which stands still while this process is stopped
         self.order: list[OutstandingPrompt] = []
         self.next_take = 0
         self.published_version = 0
@@ -195,7 +197,7 @@ class QueueCore:
         trainable = (self.plan.total_takes - self.next_take) * self.plan.groups_per_batch
         requests = [self._submit(item) for item in self.order[:trainable] if item.stage == "to submit"]
         while self.admission() == "open":
-            prompt, now = self.prompts.pop(), self.clock()
+            prompt, now = self.prompts.pop(), self.running()
             self._ledger.prompt_popped(prompt.index)
             item = OutstandingPrompt(prompt, popped_at=now, stage_entered_at=now)
             self.order.append(item)
@@ -238,7 +240,7 @@ class QueueCore:
 
     def scoring_seconds(self) -> float:
         """The longest time for which a group has been scored until now; 0 if no group is being scored."""
-        now = self.clock()
+        now = self.running()
         return max((now - item.stage_entered_at for item in self.order if item.stage == "being scored"), default=0.0)
 
     def record_score(self, request_id: int, result: Score | Group | Rejection) -> None:
@@ -333,7 +335,7 @@ class QueueCore:
             ValueError: a prompt has changed, or a group would be older than `max_staleness` when it is taken.
         """
         order = [
-            OutstandingPrompt.restored(item, prompts[item.prompt_index], self.clock()) for item in state.outstanding
+            OutstandingPrompt.restored(item, prompts[item.prompt_index], self.running()) for item in state.outstanding
         ]
         for position, item in enumerate(order):
             take = self.plan.expected_take(state.next_take, position)
@@ -362,7 +364,7 @@ class QueueCore:
 
     def _enter_stage(self, item: OutstandingPrompt, stage: Stage) -> None:
         item.stage = stage
-        item.stage_entered_at = item.stage_times[stage] = self.clock()
+        item.stage_entered_at, item.stage_times[stage] = self.running(), self.clock()
 
     def _assign_request_id(self, item: OutstandingPrompt) -> None:
         item.request_id, self._requests = self._requests, self._requests + 1

@@ -6,6 +6,7 @@ Guarantees: the first error ends the queue, and every thread sees it; every chan
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from trl_a3po.errors import A3POError, EngineError, QueueClosed
 from trl_a3po.rollout.evaluation_requests import EvaluationRequests
@@ -17,14 +18,16 @@ logger = logging.getLogger(__name__)
 class SharedState:
     """`changed` guards everything here, the core included, and is notified of every change."""
 
-    def __init__(self, core: QueueCore):
+    def __init__(self, core: QueueCore, running: Callable[[], float]):
+        self.running = running  # stands still while this process is stopped
         self.changed = threading.Condition()
         self.core = core
         self.evaluation: EvaluationRequests | None = None
         self.to_cancel: list[int] = []  # request ids for the rollout thread
         self.error: A3POError | None = None
         self.closed = False
-        self.last_progress = time.monotonic()
+        self.last_progress = running()
+        self.events = 0
         self._blocked_since: float | None = None
         self._blocked_seconds = 0.0
 
@@ -35,7 +38,8 @@ class SharedState:
 
     def progress(self) -> None:
         """Note that something has happened, and wake the threads that wait. The caller holds the lock."""
-        self.last_progress = time.monotonic()
+        self.last_progress = self.running()
+        self.events += 1
         self.changed.notify_all()
 
     def raise_if_over(self) -> None:

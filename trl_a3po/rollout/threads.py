@@ -66,6 +66,7 @@ def _next_submissions(shared: SharedState) -> tuple[list[int], list[GroupRequest
     """What to cancel in the engine and what to submit to it now, the run's own prompts first, and whether that leaves
     the engine with work; `None` when the queue is over. Waits a moment if the engine has no work."""
     with shared.changed:
+        shared.running()  # looked at often, so that only a stop of the process lets it stand still
         if shared.over:
             return None
         evaluation = [] if shared.evaluation is None else shared.evaluation.submissions()

@@ -148,16 +148,17 @@ def starvation_reason(core: QueueCore) -> str | None:
     )
 
 
-def stall_report(status: QueueStatus, seconds: float, doing: str) -> str:
-    """The message of a `StallError` after `seconds` without an event.
+def stall_report(status: QueueStatus, seconds: float, engine: str, doing: str) -> str:
+    """The message of a `StallError` after `seconds` without an event or a token.
 
     Args:
+        engine: what the engine has done since the last event.
         doing: what the reward functions or the episodes are doing and what would help if they hang, or empty.
     """
     advice = doing or "If the engine or the reward functions need longer than that for one group, raise stall_timeout."
     return (
         f"Nothing has happened for {seconds:.1f} s (stall_timeout): {status.consumer}. {advice}\n"
-        f"{status}\n{thread_stacks()}"
+        f"{status}\nengine: {engine}\n{thread_stacks()}"
     )
 
 
@@ -178,9 +179,9 @@ def _oldest(core: QueueCore) -> str:
     if not core.order:
         return "none"
     item = min(core.order, key=lambda other: other.popped_at)
-    return f"prompt {item.prompt.index}, {core.clock() - item.popped_at:.1f} s old ({_progress(core, item)})"
+    return f"prompt {item.prompt.index}, {core.running() - item.popped_at:.1f} s old ({_progress(core, item)})"
 
 
 def _progress(core: QueueCore, item: OutstandingPrompt) -> str:
     failed = f", failed before: {'; '.join(item.failures)}" if item.failures else ""
-    return f"attempt {item.attempt}, {item.stage} for {core.clock() - item.stage_entered_at:.1f} s{failed}"
+    return f"attempt {item.attempt}, {item.stage} for {core.running() - item.stage_entered_at:.1f} s{failed}"

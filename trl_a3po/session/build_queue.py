@@ -16,6 +16,7 @@ from trl_a3po.rollout.queue import GenerationQueue
 from trl_a3po.rollout.take_clock import TakeClock
 from trl_a3po.session.build_engine import groups_in_engine
 from trl_a3po.session.build_episodes import Episodes
+from trl_a3po.workers.running_clock import RunningClock
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
@@ -30,12 +31,14 @@ def build_queue(
     while_waiting: Callable[[], None],
     episodes: Episodes | None = None,
     rewards: RecordedRewards | None = None,
+    running: RunningClock | None = None,
 ) -> GenerationQueue:
     """The queue between `engine` and the trainer's takes. The engine and the scorer may be started later.
 
     Args:
         episodes: what plays the rollouts of the run, between the queue and the engine; `None` if each has one turn.
         rewards: the scorer, with the rewards that episodes give themselves.
+        running: the clock of the limits, which the scorer shares.
     """
     args, clock = trainer.args, take_clock(trainer)
     in_processes = isinstance(scorer, RewardWorkers)  # these apply reward_timeout themselves
@@ -57,6 +60,7 @@ def build_queue(
         lag=args.lag,
         max_attempts=args.max_attempts,
         stall_timeout=args.stall_timeout,
+        max_tokens=args.max_completion_length,
         # While an episode waits for a tool, others use its place in the engine.
         max_in_flight=groups_in_engine(args) if episodes is None else None,
         max_rejected_in_a_row=args.max_rejected_groups_in_a_row or 10 * args.groups_per_batch,
@@ -70,6 +74,8 @@ def build_queue(
         while_waiting=while_waiting,
         runs_episodes=episodes is not None,
         describe_engine=(lambda: "") if episodes is None else episodes.runner.describe,
+        stopped_scoring=scorer.stopped,
+        running=running,
     )
 
 

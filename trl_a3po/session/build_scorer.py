@@ -33,9 +33,11 @@ def build_scorer(
     trainer: "A3POTrainer",
     state: Callable[[Group], TrainerState],
     environments: Callable[[Group], list[Any] | None] = lambda group: None,
+    running: Callable[[], float] | None = None,
 ) -> RewardScorer | RewardWorkers:
     """The scorer that runs the trainer's reward functions, in this process or in `reward_workers` other processes.
-    `environments` gives the functions in this process the environments of a group's episodes."""
+    `environments` gives the functions in this process the environments of a group's episodes; `running` is the clock
+    of the limits."""
     args = trainer.args
     functions = [None if isinstance(func, RecordedReward) else func for func in reward_functions(trainer)]
     processes = trainer.accelerator.num_processes
@@ -72,6 +74,7 @@ def build_scorer(
             watchdog=True,
             environments=environments,
             processes=processes,
+            clock=running,
         )
     return RewardWorkers(
         functions,

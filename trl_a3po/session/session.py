@@ -29,6 +29,7 @@ from trl_a3po.session.prompt_rows import tokenize_or_leave_out
 from trl_a3po.session.resuming import RunState, new_run
 from trl_a3po.session.sampling import check_unchanged, sampling_settings
 from trl_a3po.session.served_weights import ServedWeights, check_same_model
+from trl_a3po.workers.running_clock import RunningClock
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
@@ -53,9 +54,10 @@ class Session:
         self._current_sampling = lambda: _sampling(trainer)
         self._sampling = self._current_sampling()
         self._states = PublishedStates(trainer)
+        running = RunningClock()
         self.engine = build_engine(args, trainer.accelerator.device)
         self._episodes = build_episodes(trainer, self.engine)
-        self._scorer = build_scorer(trainer, self._states, self._environments)
+        self._scorer = build_scorer(trainer, self._states, self._environments, running)
         self._rewards = RecordedRewards(self._scorer, recorded_columns(trainer), self._scored)
         # With a fixed lag, every batch has its own publish.
         self._weight_sync_steps = args.weight_sync_steps if args.lag is None else 1
@@ -77,6 +79,7 @@ class Session:
             lambda: self._while_waiting(trainer),
             self._episodes,
             self._rewards,
+            running,
         )
         self._cores = SharedCores(args, trainer.accelerator.device)
         try:

@@ -99,6 +99,19 @@ class WorkerProcess:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
+    @property
+    def is_stopped(self) -> bool:
+        """The process was stopped by a signal, and goes on when it is continued."""
+        try:
+            return is_stopped(self.pid)
+        except FileNotFoundError:  # it has ended
+            return False
+
+    @property
+    def how_to_continue(self) -> str:
+        """What to do about a process that is stopped; it completes a sentence about a worker."""
+        return f"(process {self.pid}) is stopped, and `kill -CONT {self.pid}` has it go on"
+
     def read_output(self) -> bool:
         """Keep what was printed since the last call. Returns `False` when there will be no more output."""
         while True:
@@ -145,6 +158,15 @@ class WorkerProcess:
         """Kill the process and every process it started that is still in its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is stopped by a signal or a debugger."""
+    if sys.platform == "linux":
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    listed = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return listed.stdout.strip().startswith("T")
 
 
 def worker_environment(threads: int | None) -> dict[str, str]:

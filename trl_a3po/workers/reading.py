@@ -6,13 +6,14 @@ room. The loop notices within `TICK` seconds that the worker has ended, also whe
 socket open.
 """
 
+import math
 import selectors
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from trl_a3po.workers.channel import UnreadableMessage
 from trl_a3po.workers.process import WorkerProcess
+from trl_a3po.workers.running_clock import RunningClock
 
 TICK = 0.2
 """Seconds after which the loop looks around, even when nothing has come from the worker."""
@@ -36,6 +37,8 @@ def read_messages(
 ) -> Iterator[Any]:
     """Yield the worker's messages as they come.
 
+    Time counts only while this process is not stopped.
+
     Args:
         timeout: seconds that reading may take in all.
         silence_timeout: seconds that may pass without a message.
@@ -46,41 +49,43 @@ def read_messages(
         WorkerUnusable: the worker was silent for too long, or sent bytes that are not a message.
         TimeoutError: `timeout` seconds have passed.
     """
-    deadline = None if timeout is None else time.monotonic() + timeout
-    silence = _Silence(silence_timeout)
+    passed = _PassedTime(timeout, silence_timeout)
     with selectors.DefaultSelector() as selector:
         selector.register(worker.channel, selectors.EVENT_READ)
         selector.register(worker.output_fd, selectors.EVENT_READ)
         while not until():
             # Looked up before receiving: whatever an ended process has sent is then in the socket.
             ended = worker.ended
-            remaining = TICK if deadline is None else deadline - time.monotonic()
-            _wait(selector, worker, 0.0 if ended else max(0.0, min(TICK, remaining)))
+            _wait(selector, worker, 0.0 if ended else min(TICK, passed.remaining))
             messages = _received(worker)
-            silence.note(heard=bool(messages))
+            overdue = passed.note(heard=bool(messages))
             yield from messages
             if ended and not messages:
                 raise WorkerEnded
-            if remaining <= 0:
+            if overdue:
                 raise TimeoutError
 
 
-class _Silence:
-    """How long a worker has said nothing."""
+class _PassedTime:
+    """How long a worker has been waited for, and how long it has said nothing."""
 
-    def __init__(self, timeout: float | None) -> None:
-        self._timeout = timeout
-        self._seconds = 0.0
-        self._noted = time.monotonic()
+    def __init__(self, timeout: float | None, silence_timeout: float | None) -> None:
+        self.remaining = math.inf if timeout is None else timeout
+        self._silence_timeout = math.inf if silence_timeout is None else silence_timeout
+        self._silence = 0.0
+        self._clock = RunningClock(longest=2 * TICK)
+        self._noted = self._clock()
 
-    def note(self, *, heard: bool) -> None:
-        """Raises `WorkerUnusable` when the silence has lasted too long."""
-        # A long interval is one during which this process, and maybe the worker too, was stopped.
-        interval = min(time.monotonic() - self._noted, 2 * TICK)
-        self._seconds = 0.0 if heard else self._seconds + interval
-        self._noted = time.monotonic()
-        if self._timeout is not None and self._seconds > self._timeout:
-            raise WorkerUnusable(f"sent nothing for {self._timeout:g} seconds")
+    def note(self, *, heard: bool) -> bool:
+        """Whether no time remains. Raises `WorkerUnusable` when the silence has lasted too long."""
+        overdue = self.remaining <= 0
+        now = self._clock()
+        self.remaining = max(0.0, self.remaining - (now - self._noted))
+        self._silence = 0.0 if heard else self._silence + now - self._noted
+        self._noted = now
+        if self._silence > self._silence_timeout:
+            raise WorkerUnusable(f"sent nothing for {self._silence_timeout:g} seconds")
+        return overdue
 
 
 def _wait(selector: selectors.BaseSelector, worker: WorkerProcess, timeout: float) -> None:

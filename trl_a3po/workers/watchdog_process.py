@@ -13,13 +13,12 @@ count. This process ends when its parent ends, or closes the socket.
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 
 from trl_a3po.workers.channel import Channel
-from trl_a3po.workers.process import parents_channel
+from trl_a3po.workers.process import is_stopped, parents_channel
 
 GRACE_SECONDS = 5.0
 TICK = 0.5  # seconds between two looks at the parent
@@ -96,15 +95,6 @@ def report(note: Note, silence: Silence) -> str:
         "something held Python's interpreter lock, so that nothing else could run and no timeout could end it. "
         f"{note.remedy}\n"
     )
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether the process is stopped by a signal or a debugger."""
-    if sys.platform == "linux":
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "Tt"
-    listed = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return listed.stdout.strip().startswith("T")
 
 
 def _next(channel: Channel, signals: int) -> tuple[list[Note | None] | None, bool]:
