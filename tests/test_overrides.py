@@ -85,7 +85,8 @@ class Short(EasyFirst):
     "sampler, message", [(Plain, "num_generations=4 times"), (Short, "dataloader_drop_last=True")]
 )
 def test_a_sampler_without_whole_groups_or_batches_is_refused(model_path, tmp_path, sampler, message):
-    trainer = build(model_path, tmp_path, curriculum(A3POTrainer, sampler), train_dataset=tiny_prompts(8))
+    settings = {"train_dataset": tiny_prompts(8), "max_steps": 6}  # the second epoch begins with step 5
+    trainer = build(model_path, tmp_path, curriculum(A3POTrainer, sampler), **settings)
     with pytest.raises(ValueError, match=message):
         trainer.train()
 
