@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -400,6 +401,41 @@ def test_a_push_holds_the_model_and_a_card_that_names_the_method(model_path, tmp
     assert "Cite A3PO as" in card and "eprint        = {2512.06547}" in card
     assert "None" not in card and 'model="me/tiny"' in card and "fine-tuned from local weights" in card
     assert {"- trl", "- grpo", "- a3po"} <= set(card.splitlines())
+
+
+def test_a_push_sends_neither_data_of_the_run_nor_a_secret(model_path, tmp_path, hub):
+    trainer = build(
+        model_path, tmp_path, push_to_hub=True, hub_model_id="me/tiny", hub_token="hf_a_secret", log_completions=True,
+        save_strategy="steps", save_steps=2, max_steps=2,
+    )  # fmt: skip
+    folder = Path(trainer.args.output_dir)
+    for name in ("vllm/server/vllm-server.log", "timeline-1.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("a prompt")
+    trainer.train()
+    trainer.push_to_hub()
+    written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert {"timeline.jsonl", "completions/completions_00001.parquet"} <= written
+    sent = set().union(*(push.files for push in hub.pushes))
+    assert "model.safetensors" in sent and "training_args.bin" in sent
+    kinds = ("timeline", "completions", "a3po", ".a3po", "vllm")
+    assert [name for name in sent if name.startswith(kinds) or name.endswith(".log")] == []
+    assert [path for path in folder.rglob("*") if path.is_file() and b"hf_a_secret" in path.read_bytes()] == []
+    assert trainer.args.hub_token == "hf_a_secret"
+
+
+def test_the_code_of_a_model_runs_only_if_it_is_trusted(model_path, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(model_path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise RuntimeError('it ran')")
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        build(str(folder), tmp_path)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(RuntimeError, match="it ran"):
+        build(str(folder), tmp_path, trust_remote_code=True)
 
 
 def test_a_card_names_the_base_model_and_the_folder_of_a_run_that_is_on_no_hub(model_path, tmp_path):

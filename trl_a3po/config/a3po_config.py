@@ -119,8 +119,9 @@ class A3POConfig(
         return self._with({name: copy.deepcopy(value, memo) for name, value in self._plain().items()})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Checkpoints pickle the arguments; an engine object is not part of them, and is kept as its class's name."""
-        return self._plain()
+        """Checkpoints pickle the arguments: without a token of the hub, and with the name of its class for an engine
+        object."""
+        return {name: None if name.endswith("_token") else value for name, value in self._plain().items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values; an engine object as the name of its class."""

@@ -26,6 +26,7 @@ from trl_a3po.models.unwrap import base_model
 from trl_a3po.publish.quantised import keep_trained_dtypes
 from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.rollout.group_filter import OnGroup
+from trl_a3po.session.hub import without_records
 from trl_a3po.session.saving import save_run
 from trl_a3po.session.session import Session
 from trl_a3po.session.temporarily import temporarily
@@ -112,7 +113,12 @@ class CheckpointHooks(GRPOTrainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self._holds_push:
-            super()._push_from_checkpoint(checkpoint_folder)
+            with without_records():
+                super()._push_from_checkpoint(checkpoint_folder)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        with without_records():
+            return super().push_to_hub(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)

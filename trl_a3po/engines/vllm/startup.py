@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
@@ -54,9 +55,11 @@ class ServerRequirements:
         return replace(self, model=folder, options={"--skip-tokenizer-init": "", **options})
 
     def command(self, url: str) -> str:
-        """The shell command that starts the server of `url` right."""
-        port = url.rpartition(":")[2].partition("/")[0]
-        where = ["--port", port] if port.isdigit() else []
+        """The shell command that starts the server of `url` right, on the address of `url` alone: its endpoints load
+        weights, and trust who calls."""
+        address = urlsplit(url)
+        host = "127.0.0.1" if address.hostname in (None, "localhost") else address.hostname
+        where = ["--host", host, *(["--port", str(address.port)] if address.port else [])]
         variables = " ".join(f"{name}={value}" for name, value in server_environment(self).items())
         return f"{variables} {shlex.join(['vllm', 'serve', *server_arguments(self), *where])}"
 
