@@ -52,11 +52,12 @@ def test_one_process_that_receives_sigterm_ends_all_at_a_step_that_goes_on(tmp_p
     save_tiny_model(tmp_path / "model")
     ended = launch(MODULE, tmp_path, mode, fault)
     assert ended.returncode != 0
-    assert "SIGTERM ended the run after optimizer step 4" in ended.stdout, ended.stdout[-4000:]
-    if fault == "terminate":
-        assert "exitcode  : 75" in ended.stdout
+    assert "SIGTERM ended the run after optimizer step" in ended.stdout, ended.stdout[-4000:]
     [folder] = checkpoints(tmp_path / "run")
-    assert folder.name == f"checkpoint-{FAILS_AT + 1}" and why_invalid(folder) is None
+    assert why_invalid(folder) is None
+    if fault == "terminate":  # only process 1 received it, so that the main process did not stop waiting
+        assert "exitcode  : 75" in ended.stdout
+        assert folder.name == f"checkpoint-{FAILS_AT + 1}"
 
     resumed = launch(MODULE, tmp_path, mode, "nothing")
     assert resumed.returncode == 0, resumed.stdout[-4000:]

@@ -26,8 +26,8 @@ def without_records() -> Iterator[None]:
 
 
 class _Uploads:
-    """The hub as the `Trainer` sees it, with more to leave out of an upload that leaves something out already, which is
-    that of `output_dir`."""
+    """The hub as the `Trainer` sees it, with more to leave out of an upload that leaves something out already: that of
+    `output_dir`."""
 
     def __init__(self, api: Any):
         self._api = api
