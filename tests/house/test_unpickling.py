@@ -1,4 +1,4 @@
-"""Unpickling runs code: it happens only with what this run has pickled itself, on a connection that only this run has."""
+"""Unpickling runs code: it happens only with what this run has pickled, on a connection that only this run has."""
 
 import ast
 from pathlib import Path
