@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from tests.rollout.queue_fakes import FakeEngine, make_prompts, make_rollout, update, zero_score
 from trl_a3po.checkpoints import checkpoint
-from trl_a3po.checkpoints.choose_checkpoint import newest_valid
+from trl_a3po.checkpoints.choose_checkpoint import choose_checkpoint, newest_valid
 from trl_a3po.checkpoints.queue_codec import decode_state, encode_state
+from trl_a3po.checkpoints.saved_run import read_run
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished
 from trl_a3po.protocol.records import EpisodeRecord, Rejection, Rollout, Score
 from trl_a3po.rollout.outcomes import Outcomes
@@ -471,3 +472,26 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         checkpoint.write_json(path, {"new": 2})
     assert checkpoint.read_json(path) == {"old": 1}
+
+
+def test_a_file_of_ours_that_has_changed_is_refused_and_an_older_checkpoint_taken(tmp_path, caplog):
+    folders = [tmp_path / f"checkpoint-{step}" for step in (1, 2)]
+    for step, folder in enumerate(folders, start=1):
+        checkpoint.begin(folder)
+        checkpoint.write_json(folder / checkpoint.STATE, {"a": step})
+        (folder / "model.safetensors").write_bytes(b"weights")
+        checkpoint.complete(folder, step)
+    changed = folders[1] / checkpoint.STATE
+    changed.write_text(changed.read_text().replace("2", "3"))  # of the same size
+    assert newest_valid(tmp_path) == folders[0]
+    assert f"{folders[1]} has a damaged {checkpoint.STATE}" in caplog.text
+    with pytest.raises(ValueError, match=f"damaged {checkpoint.STATE}: its content has changed"):
+        choose_checkpoint(str(folders[1]), str(tmp_path))
+
+
+def test_a_checkpoint_of_someone_else_is_refused_with_what_is_wrong(tmp_path):
+    checkpoint.begin(tmp_path)
+    checkpoint.write_json(tmp_path / checkpoint.STATE, {"format": checkpoint.FORMAT, "queue": {"next_take": 1}})
+    checkpoint.write_tensors(tmp_path / checkpoint.GROUPS, {"lengths": torch.zeros(1)})
+    with pytest.raises(ValueError, match="do not hold what this version of trl_a3po writes \\(KeyError: "):
+        read_run(tmp_path)

@@ -2,13 +2,15 @@
 
 Guarantees:
 - every file written here appears whole under its name, or not at all;
-- the marker lists every file of the folder with its size, and is written after all of them are on the disk. A folder
-  whose writing was cut short, or that has lost or shortened a file later, is never taken for valid;
+- the marker lists every file of the folder with its size, and the files written here with their SHA-256. It is written
+  after all of them are on the disk. A folder whose writing was cut short, or that has lost or shortened a file later,
+  is never taken for valid; a file of ours that has changed later is found by `why_damaged`;
 - the marker says which run wrote the folder, and when. The time in it is later than in every marker that was in the
   `output_dir` before, whatever the clock says;
 - JSON and safetensors are the only formats.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -16,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import safetensors.torch
 import torch
@@ -64,7 +67,9 @@ def complete(folder: Path, policy_version: int, run: str | None = None) -> None:
         _sync(path)
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
     written = max([time.time(), *(written_at(path) + LEAST_LATER for path in checkpoints(folder.parent))])
+    digests = {path.relative_to(folder).as_posix(): _digest(path) for path in files if _is_our_name(path.name)}
     marker = {"format": FORMAT, "policy_version": policy_version, "run": run, "written": written, "files": sizes}
+    marker["sha256"] = digests
     write_json(folder / MARKER, marker)
 
 
@@ -79,33 +84,44 @@ def is_ours(folder: Path) -> bool:
 def why_invalid(folder: Path) -> str | None:
     """Why `folder` is not a valid checkpoint, as a predicate such as "does not exist"; `None` if it is valid."""
     try:
-        marker = json.loads((folder / MARKER).read_text())
-        found, files = marker["format"], marker["files"]
+        content = (folder / MARKER).read_bytes()
+        found = msgspec.json.decode(content, type=_MarkerFormat).format
+        marker = msgspec.json.decode(content, type=_Marker) if found == FORMAT else _Marker()
     except FileNotFoundError:
         if not folder.is_dir():
             return "does not exist"
         return f"has no {MARKER}: " + ("writing it was cut short" if is_ours(folder) else "no A3POTrainer wrote it")
-    except (ValueError, KeyError, TypeError):
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
         return f"has a {MARKER} that cannot be read"
     if found != FORMAT:
         return f"has format {found}, and this version of trl_a3po reads format {FORMAT}"
-    for name, size in files.items():
-        path = folder / name
-        if not path.is_file():
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    for name, size in marker.files.items():
+        if name not in sizes:
             return f"lacks {name}"
-        if path.stat().st_size != size:
-            return f"has a {name} of {path.stat().st_size} bytes instead of {size}"
+        if sizes[name] != size:
+            return f"has a {name} of {sizes[name]} bytes instead of {size}"
+    return None
+
+
+def why_damaged(folder: Path) -> str | None:
+    """Which of our files of the valid checkpoint `folder` is not as it was written, as a predicate; `None` if all are.
+    Reads these files whole. A checkpoint of an earlier version of this package has no digests to compare."""
+    marker = _marker(folder)
+    for name, digest in marker.sha256.items():
+        if name not in marker.files or _digest(folder / name) != digest:
+            return f"has a damaged {name}: its content has changed since it was written"
     return None
 
 
 def run_of(folder: Path) -> str | None:
     """The run that wrote the valid checkpoint `folder`; `None` if its marker names no run."""
-    return _marker(folder).get("run")
+    return _marker(folder).run
 
 
 def written_at(folder: Path) -> float:
     """When the valid checkpoint `folder` was written, by its marker; 0 if its marker does not say."""
-    return float(_marker(folder).get("written", 0.0))
+    return _marker(folder).written
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -127,13 +143,34 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(path)
 
 
-def _marker(folder: Path) -> dict[str, Any]:
-    """The marker of `folder`, or `{}` if it cannot be read: `why_invalid` says why."""
+class _MarkerFormat(msgspec.Struct):
+    format: int
+
+
+class _Marker(msgspec.Struct):
+    """What this version reads of a marker."""
+
+    files: dict[str, int] = {}
+    run: str | None = None
+    written: float = 0.0
+    sha256: dict[str, str] = {}
+
+
+def _marker(folder: Path) -> _Marker:
+    """The marker of `folder`, empty if it cannot be read: `why_invalid` says why."""
     try:
-        marker = json.loads((folder / MARKER).read_text())
-    except (OSError, ValueError):
-        return {}
-    return marker if isinstance(marker, dict) else {}
+        return msgspec.json.decode((folder / MARKER).read_bytes(), type=_Marker)
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
+        return _Marker()
+
+
+def _is_our_name(name: str) -> bool:
+    return name.startswith("a3po_")
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # --- files --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ def choose_checkpoint(resume_from_checkpoint: bool | str, output_dir: str) -> Pa
     if resume_from_checkpoint is True:
         return newest_valid(Path(output_dir))
     folder = Path(str(resume_from_checkpoint))
-    problem = checkpoint.why_invalid(folder)
+    problem = checkpoint.why_invalid(folder) or checkpoint.why_damaged(folder)
     plain = folder.is_dir() and not checkpoint.is_ours(folder) and (folder / "trainer_state.json").is_file()
     if problem is not None and not plain:
         raise ValueError(
@@ -44,16 +44,19 @@ def newest_valid(output_dir: Path) -> Path:
     found = {folder: checkpoint.why_invalid(folder) for folder in reversed(checkpoint.checkpoints(output_dir))}
     problems = [f"{folder} {problem}" for folder, problem in found.items() if problem is not None]
     valid = [folder for folder, problem in found.items() if problem is None]
+    valid.sort(key=lambda folder: (checkpoint.written_at(folder), checkpoint.step_of(folder)))
+    while valid and (damage := checkpoint.why_damaged(valid[-1])) is not None:
+        problems.append(f"{valid.pop()} {damage}")
     if not valid:
         raise ValueError(
             f"resume_from_checkpoint=True finds no valid checkpoint in output_dir={str(output_dir)!r}: "
             f"{'; '.join(problems) or 'there is no checkpoint at all'}. Leave resume_from_checkpoint out to start "
             "from the beginning, or give the path of a checkpoint."
         )
-    newest = max(valid, key=lambda folder: (checkpoint.written_at(folder), checkpoint.step_of(folder)))
+    newest = valid[-1]
     for problem in problems:
         logger.warning("Not resuming from a checkpoint that is not valid: %s.", problem)
-    for other in valid:
+    for other in sorted(valid, key=checkpoint.step_of, reverse=True):
         if checkpoint.step_of(other) > checkpoint.step_of(newest):
             same_run = checkpoint.run_of(other) == checkpoint.run_of(newest)
             logger.warning(

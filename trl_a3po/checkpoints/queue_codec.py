@@ -41,8 +41,14 @@ def encode_state(state: QueueState) -> tuple[dict[str, Any], dict[str, torch.Ten
 
 
 def decode_state(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> QueueState:
-    """The state that `encode_state` has encoded."""
-    bounds = pairwise(accumulate(tensors["lengths"].tolist(), initial=0))
+    """The state that `encode_state` has encoded.
+
+    Raises:
+        ValueError: the tensors do not have as many numbers as the values need, or other dtypes.
+    """
+    lengths = tensors["lengths"].tolist()
+    _check_tensors(values, tensors, lengths)
+    bounds = pairwise(accumulate(lengths, initial=0))
     columns = [tensors[name].tolist() for name in ("token_ids", "logps", "versions")]
     rollout_columns = ([column[start:end] for column in columns] for start, end in bounds)
     rewards = iter(tensors["rewards"].tolist())
@@ -55,6 +61,19 @@ def decode_state(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Qu
 
 SCALARS = ("next_take", "cursor", "published_version", "last_taken_version", "rejected_in_a_row")
 ITEM_SCALARS = ("prompt_index", "prompt_ids", "submitted_version", "attempt", "prompt_digest")
+
+
+def _check_tensors(values: dict[str, Any], tensors: dict[str, torch.Tensor], lengths: list[int]) -> None:
+    finished = [item for item in values["outstanding"] if item["finish_reasons"] is not None]
+    scored = sum(len(item["finish_reasons"]) for item in finished if item["score"] is not None)
+    dtypes = {"token_ids": torch.int64, "logps": torch.float64, "versions": torch.int64, "lengths": torch.int64}
+    sizes = {name: tuple(tensors[name].shape) for name in dtypes}
+    if any(tensors[name].dtype != dtype for name, dtype in dtypes.items()) or min(lengths, default=0) < 0:
+        raise ValueError("a tensor of the groups has another dtype, or a rollout a negative length")
+    if {sizes["token_ids"], sizes["logps"], sizes["versions"]} != {(sum(lengths),)}:
+        raise ValueError(f"the tensors of the groups have the sizes {sizes}, which do not go together")
+    if sum(len(item["finish_reasons"]) for item in finished) != len(lengths) or len(tensors["rewards"]) != scored:
+        raise ValueError(f"there are {len(lengths)} rollouts, and {len(tensors['rewards'])} rows of rewards")
 
 
 def _joined(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from datasets import load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
@@ -80,13 +81,24 @@ def run(arguments: Sequence[str]) -> A3POTrainer:
         recipe = Path(arguments.pop(0))
         if not recipe.is_file():
             raise SystemExit(f"trl-a3po train: there is no recipe {str(recipe)!r}.")
+        check_recipe(recipe)
         folders.insert(0, recipe.resolve().parent)
         arguments = ["--config", str(recipe), *arguments]
     try:
         script_args, training_args, model_args = _parse(arguments)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # argparse and dataclasses raise the second for a value of another kind
         raise SettingsError(_readable(str(error))) from error
     return train(script_args, training_args, model_args, folders)
+
+
+def check_recipe(recipe: Path) -> None:
+    """Raise `SettingsError` unless `recipe` is YAML, without tags that make objects, with a setting on each line."""
+    try:
+        values = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise SettingsError(f"{recipe} is not YAML: {' '.join(str(error).split())[:300]}") from error
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise SettingsError(f"{recipe} is not a recipe: write one 'setting: value' on each line.")
 
 
 def train(

@@ -35,7 +35,7 @@ def read_history(run: str | Path) -> list[dict[str, Any]]:
         return [_logged(line) for line in read_timeline(path, "log")]
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): give a run's folder or its trainer_state.json.") from error
     history = content.get("log_history") if isinstance(content, dict) else content
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):

@@ -157,14 +157,30 @@ def read_timeline(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = lines[: -1 if lines[-1] == "" else None]
     for number, line in enumerate(lines, start=1):
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
             cut_by_a_kill = number == len(lines) or lines[number].startswith('{"kind": "start"')
             if not cut_by_a_kill:
                 raise ValueError(f"Line {number} of {path} is not JSON ({error}): give a {NAME}.") from error
+            continue
+        if not (isinstance(values, dict) and all(isinstance(values.get(n), t) for n, t in _facts_of(values))):
+            raise ValueError(f"Line {number} of {path} is not a line of a run's timeline: give a {NAME}.")
+        yield values
+
+
+def _facts_of(line: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What `read_timeline` needs to know of a line, and its type."""
+    facts: dict[Any, list[tuple[str, Any]]] = {
+        "start": [("version", int), ("resumed", bool), ("run", str | None)],
+        "checkpoint": [("version", int)],
+        "log": [("logged", dict | None)],
+    }
+    kind = line.get("kind")
+    return [("kind", str), *(facts.get(kind, []) if isinstance(kind, str) else [])]
 
 
 def plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from datasets import IterableDataset
 from transformers.trainer_callback import TrainerState
 
 from trl_a3po.checkpoints import checkpoint
-from trl_a3po.checkpoints.queue_codec import decode_state
+from trl_a3po.checkpoints.saved_run import as_damage, read_run, read_slices
 from trl_a3po.rollout.outcomes import Outcomes
 from trl_a3po.rollout.queue_state import QueueState
 from trl_a3po.session.compared_settings import changed_settings, compared_settings
@@ -64,28 +64,24 @@ def load_run(trainer: "A3POTrainer", folder: Path) -> RunState:
     """
     if not checkpoint.is_ours(folder):
         return _plain_run(trainer, folder)
-    values = checkpoint.read_json(folder / checkpoint.STATE)
-    changed = changed_settings(values["settings"], compared_settings(trainer))
-    _check_settings(changed, values["slices"] is not None, folder)
-    _check_processes(trainer, values["processes"], values["slices"] is not None, folder)
+    saved = read_run(folder)
+    with as_damage(folder):
+        changed = changed_settings(saved.settings, compared_settings(trainer))
+    _check_settings(changed, saved.slices is not None, folder)
+    _check_processes(trainer, saved.processes, saved.slices is not None, folder)
     _check_data_skip(trainer, folder)
-    queue = decode_state(values["queue"], checkpoint.read_tensors(folder / checkpoint.GROUPS))
-    queue = _made_again(queue, changed, folder)
-    takes = -(-values["micro_steps"] // trainer.args.micro_steps_per_take)  # as this run's schedule counts them
+    queue = _made_again(saved.queue, changed, folder)
+    takes = -(-saved.micro_steps // trainer.args.micro_steps_per_take)  # as this run's schedule counts them
     run = RunState(
         run=checkpoint.run_of(folder),
         queue=replace(queue, next_take=takes),
-        micro_steps=values["micro_steps"],
-        publishes_counted_from=values["publishes_counted_from"],
-        evaluation_noise=values["evaluation_noise"],
-        logs=values["logs"],
+        micro_steps=saved.micro_steps,
+        publishes_counted_from=saved.publishes_counted_from,
+        evaluation_noise=saved.evaluation_noise,
+        logs=saved.logs,
     )
-    if values["slices"] is not None:
-        tensors = checkpoint.read_tensors(folder / checkpoint.batch_file(trainer._team.rank))
-        run.slices = [
-            None if names is None else {name: tensors.get(f"{number}/{name}") for name in names}
-            for number, names in enumerate(values["slices"])
-        ]
+    if saved.slices is not None:
+        run.slices = read_slices(folder, trainer._team.rank, saved.slices)
     return run
 
 

@@ -2,7 +2,8 @@
 
 Guarantees: `send` returns at once and keeps what the socket does not take yet; `receive` returns only whole messages;
 the end of the other side, or bytes that are not a message, are reported after the last whole message. Each side trusts
-the other: messages are pickles.
+the other: messages are pickles. Bytes that are not a message, such as what a library prints into the socket, are not
+unpickled.
 """
 
 import contextlib
@@ -11,12 +12,14 @@ import select
 import socket
 import struct
 import threading
+import zlib
 from collections import deque
 from typing import Any
 
-_HEADER = struct.Struct("!4sQ")  # the magic bytes and the length of the pickle behind them
+_HEADER = struct.Struct("!4sQI")  # the magic bytes, then length and checksum of the pickle behind them
 _MAGIC = b"a3po"
 _CHUNK_BYTES = 1 << 20
+_MOST_BYTES = 1 << 40  # of one message
 POLL_SECONDS = 3600.0
 
 
@@ -44,7 +47,7 @@ class Channel:
         """Queue `message` and send what the socket takes now."""
         payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
-            self._outgoing += _HEADER.pack(_MAGIC, len(payload))
+            self._outgoing += _HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload))
             self._outgoing += payload
             self._flush()
 
@@ -83,15 +86,17 @@ class Channel:
         messages = list(self._received)
         self._received.clear()
         while not self._unreadable and len(self._incoming) >= _HEADER.size:
-            magic, length = _HEADER.unpack_from(self._incoming)
+            magic, length, checksum = _HEADER.unpack_from(self._incoming)
             end = _HEADER.size + length
-            if magic == _MAGIC and len(self._incoming) < end:
+            is_header = magic == _MAGIC and length <= _MOST_BYTES
+            if is_header and len(self._incoming) < end:
                 break
             try:
-                if magic != _MAGIC:
-                    raise pickle.UnpicklingError("the magic bytes are missing")
-                messages.append(pickle.loads(bytes(self._incoming[_HEADER.size : end])))
-            except Exception:  # unpickling arbitrary bytes raises whatever the bytes lead to
+                payload = bytes(self._incoming[_HEADER.size : end]) if is_header else b""
+                if not is_header or zlib.crc32(payload) != checksum:
+                    raise pickle.UnpicklingError("these bytes are not a message")
+                messages.append(pickle.loads(payload))
+            except Exception:  # unpickling what the other side cannot load here raises whatever it leads to
                 self._unreadable = True
             del self._incoming[:end]
         if messages:

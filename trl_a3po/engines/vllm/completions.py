@@ -9,6 +9,7 @@ renormalise: such settings are refused.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,7 +127,7 @@ def parse_score(text: str, completion_ids: Sequence[int], start: int) -> list[fl
             found.append(choice["logprobs"]["top_logprobs"][0].get(f"token_id:{token}"))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise AnswerFault(f"A score lacks its log-probs: {str(choice)[:300]}.") from error
-    return None if any(logp is None for logp in found) else found
+    return None if any(logp is None for logp in found) else _finite(found)
 
 
 def prompt_score_body(
@@ -138,12 +139,21 @@ def prompt_score_body(
 
 
 def parse_prompt_score(text: str, completion_ids: Sequence[int]) -> list[float]:
-    (choice,) = _choices(decode_json(text))
+    """The log-probs of the answer to `prompt_score_body`."""
+    choices = _choices(decode_json(text))
+    if len(choices) != 1:
+        raise AnswerFault(f"An answer has {len(choices)} scores, but one was asked for.")
     try:
-        rows = choice["prompt_logprobs"][-len(completion_ids) :]
-        return [row[str(token)]["logprob"] for row, token in zip(rows, completion_ids, strict=True)]
+        rows = choices[0]["prompt_logprobs"][-len(completion_ids) :]
+        return _finite([row[str(token)]["logprob"] for row, token in zip(rows, completion_ids, strict=True)])
     except (KeyError, TypeError, ValueError) as error:
-        raise AnswerFault(f"A score lacks its log-probs: {str(choice)[:300]}.") from error
+        raise AnswerFault(f"A score lacks its log-probs: {str(choices[0])[:300]}.") from error
+
+
+def _finite(logps: list[Any]) -> list[float]:
+    if not all(isinstance(logp, int | float) and math.isfinite(logp) for logp in logps):
+        raise AnswerFault(f"A score holds something that is not a log-prob: {str(logps)[:300]}.")
+    return logps
 
 
 def _common(model: str, salt: str) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class Call:
             connection.request(self._method, f"{below}{self._path}", self._body, headers)
             response = connection.getresponse()
             if response.status != 200:
-                shown = shown_of(response.read().decode(errors="replace"))
+                shown = shown_of(response.read(_MOST).decode(errors="replace"))
                 raise StatusFault(f"{self.named} answered {response.status}{shown}.", response.status)
             yield response
         except TimeoutError as error:
@@ -207,7 +207,7 @@ def fetch_json(base_url: str, method: str, path: str, body: Any = None, *, timeo
 def decode_json(text: str, named: str = "A server") -> Any:
     try:
         return json.loads(text) if text else None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise AnswerFault(f"{named} did not answer in JSON, but{shown_of(text)}.") from error
 
 

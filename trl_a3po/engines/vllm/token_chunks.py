@@ -39,6 +39,7 @@ class _Answer(msgspec.Struct, gc=False):
     choices: list[_Choice]
 
 
+UNREADABLE = (msgspec.MsgspecError, RecursionError)  # the second of brackets within brackets
 _answer = msgspec.json.Decoder(_Answer)
 _answers = msgspec.json.Decoder(list[_Answer])
 
@@ -57,7 +58,7 @@ def parse_events(events: Sequence[bytes], count: int) -> tuple[list[TokenChunk],
     """The tokens of a stream's events up to the first event that cannot be read, and what is wrong with that event."""
     try:
         answers: Iterable[_Answer] = _answers.decode(b"[%b]" % b",".join(events))
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         answers = (_decoded(event) for event in events)
     chunks: list[TokenChunk] = []
     try:
@@ -71,7 +72,7 @@ def parse_events(events: Sequence[bytes], count: int) -> tuple[list[TokenChunk],
 def _decoded(answer: bytes) -> _Answer:
     try:
         return _answer.decode(answer)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         shown = shown_of(answer.decode(errors="replace"))
         raise AnswerFault(f"An answer is not a completion ({error}){shown}.") from error
 
