@@ -68,8 +68,8 @@ def complete(folder: Path, policy_version: int, run: str | None = None) -> None:
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
     written = max([time.time(), *(written_at(path) + LEAST_LATER for path in checkpoints(folder.parent))])
     digests = {path.relative_to(folder).as_posix(): _digest(path) for path in files if _is_our_name(path.name)}
-    marker = {"format": FORMAT, "policy_version": policy_version, "run": run, "written": written, "files": sizes}
-    marker["sha256"] = digests
+    marker: dict[str, Any] = {"format": FORMAT, "policy_version": policy_version, "run": run, "written": written}
+    marker |= {"files": sizes, "sha256": digests}
     write_json(folder / MARKER, marker)
 
 
