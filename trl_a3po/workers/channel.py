@@ -92,10 +92,7 @@ class Channel:
             if is_header and len(self._incoming) < end:
                 break
             try:
-                payload = bytes(self._incoming[_HEADER.size : end]) if is_header else b""
-                if not is_header or zlib.crc32(payload) != checksum:
-                    raise pickle.UnpicklingError("these bytes are not a message")
-                messages.append(pickle.loads(payload))
+                messages.append(_unpickled(self._incoming[_HEADER.size : end], checksum, is_header))
             except Exception:  # unpickling what the other side cannot load here raises whatever it leads to
                 self._unreadable = True
             del self._incoming[:end]
@@ -146,3 +143,9 @@ class Channel:
                 chunk = b""
             self._ended = not chunk
             self._incoming += chunk
+
+
+def _unpickled(payload: bytes | bytearray, checksum: int, is_message: bool) -> Any:
+    if not is_message or zlib.crc32(payload) != checksum:
+        raise pickle.UnpicklingError("these bytes are not a message")
+    return pickle.loads(payload)
