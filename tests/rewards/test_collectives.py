@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list, gather, gather_object, reduc
 from torch.distributed import all_gather_object as imported_all_gather_object
 
 from tests.rewards.test_scorer import group
+from tests.rewards.test_worker_pool import state
 from trl_a3po.errors import RewardError
 from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.rewards.worker_pool import RewardWorkers
@@ -72,7 +73,7 @@ def test_a_reward_worker_refuses_it_too():
     def reward(completions, **kwargs):
         return gather_object([1.0] * len(completions))
 
-    workers = RewardWorkers([reward], ["centred"], completions, lambda group: None, workers=1, processes=2)
+    workers = RewardWorkers([reward], ["centred"], completions, state, workers=1, processes=2)
     workers.start()
     try:
         with pytest.raises(RewardError, match="'centred' calls an operation of accelerate"):

@@ -12,6 +12,7 @@ from signal import signal as imported_signal
 import pytest
 from trl.rewards import accuracy_reward, get_cosine_scaled_reward
 
+from tests.rewards.test_worker_pool import state
 from trl_a3po.errors import RewardError
 from trl_a3po.protocol.records import Group, Prompt, Rollout
 from trl_a3po.rewards.scorer import RewardScorer
@@ -37,9 +38,6 @@ def in_thread():
 
         def decode(group):
             return [[{"content": r"\boxed{2}"}]] * 2
-
-        def state(group):
-            return "the state"
 
         def own_process(column):
             return RewardWorkers(

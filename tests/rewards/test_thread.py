@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from tests.rewards.test_scorer import group
+from tests.rewards.test_worker_pool import state
 from tests.runs import build
 from tests.tiny import tiny_prompts
 from trl_a3po.errors import RewardError
@@ -110,7 +111,7 @@ def test_a_forked_child_does_not_answer_for_its_reward_worker():
         return ["c"] * len(group.rollouts)
 
     names = ["exits", "returns"]
-    workers = RewardWorkers([exits_in_a_child, returns_in_a_child], names, decode, lambda group: None, workers=1)
+    workers = RewardWorkers([exits_in_a_child, returns_in_a_child], names, decode, state, workers=1)
     workers.start()
     try:
         assert [workers(group()).rewards for _ in range(2)] == [[[3.0, 0.0]] * 3] * 2

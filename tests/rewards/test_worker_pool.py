@@ -4,10 +4,12 @@ import asyncio
 import logging
 import math
 import os
+import pickle
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,11 +31,16 @@ def completions(group):
     return [f"c{rollout.token_ids}" for rollout in group.rollouts]
 
 
+def state(group):
+    """The trainer's state, anew for each group."""
+    return SimpleNamespace(global_step=3, log_history=[{"loss": 1.0, "step": 2}])
+
+
 @pytest.fixture
 def started():
     pools = []
 
-    def start(*funcs, workers=1, decode=completions, state=lambda group: "the state", **settings):
+    def start(*funcs, workers=1, decode=completions, state=state, **settings):
         names = [f"reward{i}" for i in range(len(funcs))]
         pools.append(RewardWorkers(funcs, names, decode, state, workers=workers, **settings))
         pools[-1].start()
@@ -88,7 +95,7 @@ def test_a_function_receives_what_it_receives_in_a_thread_and_its_logs_come_back
         return [0.0, 1.0]
 
     score = started(reward)(group(target=4, completion="hidden"))
-    expected = (["p"] * 2, ["c[5, 6]", "c[5, 7]"], [[5, 6], [5, 7]], [4, 4], "the state", [])
+    expected = (["p"] * 2, ["c[5, 6]", "c[5, 7]"], [[5, 6], [5, 7]], [4, 4], state(None), [])
     assert score.extra_columns == {"seen": [expected] * 2}
     assert score.metrics == [("main thread", 1.0), ("torch", 0.0)]
     assert score.rewards == [[0.0], [1.0]] and score.seconds >= 0
@@ -129,6 +136,30 @@ def test_what_functions_print_is_shown_and_does_not_block_them(started, capfd):
     workers(group())
     workers(group())
     assert capfd.readouterr().out.count("x") >= 200_000
+
+
+def test_the_log_is_sent_to_a_worker_once_and_equals_the_trainers(started):
+    log = [{f"metric{i}": i * step / 7 for i in range(30)} for step in range(2000)]
+
+    def reads(trainer_state, log_metric, **kwargs):
+        entries = trainer_state.log_history
+        log_metric("length", len(entries))
+        log_metric("sum", sum(map(sum, map(dict.values, entries))))
+        log_metric("step", trainer_state.global_step)
+        entries.clear()
+        return [0.0, 0.0]
+
+    workers = started(reads, state=lambda group: SimpleNamespace(global_step=len(log), log_history=list(log)))
+    channel = workers._idle[0].process.channel
+    send, sent = channel.send, []
+    channel.send = lambda message: (sent.append(len(pickle.dumps(message))), send(message))
+    for change in (lambda: None, lambda: None, lambda: log.append({"loss": 0.5}), lambda: log[7].update(late=99.0)):
+        change()
+        total = sum(sum(entry.values()) for entry in log)
+        logged = dict(workers(group()).metrics)
+        assert logged == {"length": len(log), "sum": total, "step": len(log)}
+    first, second, third, fourth = sent
+    assert first > 500_000 and second < 2_000 and third < second + 200 and fourth > 500_000
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from functools import partial
 
 import pytest
 
+from tests.rewards.test_worker_pool import state
 from tests.workers.processes import is_gone, is_reaped, until
 from trl_a3po.engines import supervisor
 from trl_a3po.engines.transformers import transformers_engine
@@ -94,9 +95,7 @@ class RewardWorker:
 
     def __init__(self, monkeypatch, timeout):
         monkeypatch.setattr(worker_pool, "MODULE", FAULTY)
-        self.user = worker_pool.RewardWorkers(
-            [len], ["length"], lambda group: [], lambda group: None, workers=1, timeout=timeout
-        )
+        self.user = worker_pool.RewardWorkers([len], ["length"], lambda group: [], state, workers=1, timeout=timeout)
         self.user.start()
         self.verdicts = []
         self.thread = threading.Thread(target=self._score, daemon=True)

@@ -45,7 +45,7 @@ def pickled_functions(
 
 
 def pickled_group(group: Group, completions: list[Any], state: Any) -> bytes:
-    """A group, its completions, and the trainer's state that its reward functions receive.
+    """A group, its completions, and the trainer's state that its reward functions receive, without its log.
 
     Raises:
         RewardError: the group cannot be pickled.
@@ -56,6 +56,21 @@ def pickled_group(group: Group, completions: list[Any], state: Any) -> bytes:
         raise RewardError(
             f"Prompt {group.prompt.index} cannot be sent to a reward worker: {error!r}. Keep plain values in the "
             "dataset's columns, or set reward_workers=0."
+        ) from error
+
+
+def pickled_log(kept: int, entries: list[dict[str, Any]]) -> bytes:
+    """An addition to the log of a worker.
+
+    Raises:
+        RewardError: an entry cannot be pickled.
+    """
+    try:
+        return _dumps((kept, entries))
+    except Exception as error:
+        raise RewardError(
+            f"The trainer's log_history cannot be sent to a reward worker: {error!r}. Log plain values, or set "
+            "reward_workers=0."
         ) from error
 
 

@@ -12,12 +12,14 @@ import pickle
 import resource
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from trl_a3po.errors import RewardError
 from trl_a3po.protocol.records import Group, Score
 from trl_a3po.rewards.messages import pickled_score
 from trl_a3po.rewards.scorer import RewardScorer
+from trl_a3po.rewards.sent_log import ReceivedLog
 from trl_a3po.rewards.thread import CallingThread
 from trl_a3po.rewards.users_frames import users_traceback
 from trl_a3po.workers.channel import Channel
@@ -46,7 +48,8 @@ def _serve(channel: Channel) -> None:
     send("ready")
     while True:
         try:
-            send("scored", scorer(*pickle.loads(channel.receive_one())))
+            group, log = channel.receive_one()
+            send("scored", scorer(*pickle.loads(group), *pickle.loads(log)))
         except EOFError:
             raise
         except RewardError as error:
@@ -66,7 +69,8 @@ class _Scorer:
         on_column: Callable[[int, list[float]], None],
     ):
         self._completions: list[Any] = []
-        self._state: Any = None
+        self._state = SimpleNamespace()
+        self._log = ReceivedLog()
         self._scorer = RewardScorer(
             functions,
             names,
@@ -77,7 +81,10 @@ class _Scorer:
             processes=processes,
         )
 
-    def __call__(self, group: Group, completions: list[Any], state: Any) -> bytes:
+    def __call__(
+        self, group: Group, completions: list[Any], state: SimpleNamespace, kept: int, entries: list[dict[str, Any]]
+    ) -> bytes:
+        state.log_history = self._log.add(kept, entries)
         self._completions, self._state = completions, state
         score = self._scorer(group)
         assert isinstance(score, Score), "on a main thread, no function is moved"

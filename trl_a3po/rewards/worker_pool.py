@@ -15,12 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.protocol.records import Group, Rejection, Score
-from trl_a3po.rewards.messages import IN_THIS_PROCESS, pickled_functions, pickled_group, unpickled_score
+from trl_a3po.rewards.messages import IN_THIS_PROCESS, pickled_functions, pickled_group, pickled_log, unpickled_score
 from trl_a3po.rewards.scorer import WHILE_WAITING_SECONDS, is_async, wait_for_result
+from trl_a3po.rewards.sent_log import SentLog
 from trl_a3po.rewards.worker_process import ABORT_TIMEOUT, RewardProcess, WorkerGone
 from trl_a3po.workers.process import WorkerProcess
 from trl_a3po.workers.running_clock import RunningClock
@@ -39,7 +41,8 @@ class RewardWorkers:
             computed elsewhere. It is NaN here.
         names: one name per function, for messages and outcomes.
         decode: group -> its completions, as text or as messages.
-        state: group -> the snapshot of the trainer's state that its reward functions receive. It must be picklable.
+        state: group -> a namespace, the snapshot of the trainer's state that its reward functions receive. It must be
+            picklable, and have a `log_history`, which is sent to a worker only as far as the worker does not have it.
         workers: number of processes.
         timeout: seconds that the functions may take for one group, counted from when a worker is ready for it.
         on_timeout: reward that each completion gets from a function that did not finish; `None` rejects the group.
@@ -56,7 +59,7 @@ class RewardWorkers:
         funcs: Sequence[Callable[..., Any] | None],
         names: Sequence[str],
         decode: Callable[[Group], list[Any]],
-        state: Callable[[Group], Any],
+        state: Callable[[Group], SimpleNamespace],
         *,
         workers: int,
         timeout: float | None = None,
@@ -79,6 +82,7 @@ class RewardWorkers:
         self._on_timeout = on_timeout
         self._stall_timeout = stall_timeout
         self._decoding = threading.Lock()
+        self._log = SentLog()
         self._changed = threading.Condition()  # guards everything below
         self._idle: list[RewardProcess] = []
         self._busy: set[RewardProcess] = set()
@@ -116,11 +120,14 @@ class RewardWorkers:
         """
         with self._decoding:
             completions = self._decode(group)
-        message = pickled_group(group, completions, self._state(group))
+        state = self._state(group)
+        log = vars(state).pop("log_history")
+        message = pickled_group(group, completions, state)
         worker = self._borrow()
         try:
             self._wait_until_ready(worker)
-            return unpickled_score(worker.score(message, self._timeout), group)
+            addition = pickled_log(*self._log.addition(log, worker.known_log))
+            return unpickled_score(worker.score((message, addition), self._timeout), group)
         except WorkerGone as gone:
             return self._result_without_worker(worker, group, gone)
         finally:

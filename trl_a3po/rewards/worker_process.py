@@ -5,6 +5,7 @@ ended; an error of a reward function comes with the worker's traceback.
 """
 
 import time
+from typing import Any
 
 from trl_a3po.errors import RewardError
 from trl_a3po.rewards.users_frames import script_file
@@ -54,6 +55,7 @@ class RewardProcess:
         self.process = process
         self._otherwise = otherwise
         self.ended = False
+        self.known_log: list[dict[str, Any]] = []
         self._ready = False
         process.channel.send((functions, names, processes, script_file()))
 
@@ -78,8 +80,8 @@ class RewardProcess:
             raise RewardError(f"{message[1]} To avoid it, {self._otherwise}.") from RewardTraceback(message[2])
         self._ready = True
 
-    def score(self, group: bytes, timeout: float | None) -> bytes:
-        """The pickled score of a pickled group, by a worker that is ready.
+    def score(self, group: tuple[bytes, bytes], timeout: float | None) -> bytes:
+        """The pickled score of a pickled group and an addition to the log, by a worker that is ready.
 
         Raises:
             RewardError: a function raised, or returned something else than one number or `None` per completion.
