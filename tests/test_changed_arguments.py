@@ -1,6 +1,7 @@
 """Settings that are changed after a trainer was built: followed, or an error that names them."""
 
 import pytest
+from transformers import TrainerCallback
 
 from tests.runs import build, logged
 
@@ -42,3 +43,20 @@ def test_settings_that_are_read_when_they_are_used_are_followed(trainer, monkeyp
         monkeypatch.setattr(trainer.args, name, value)
     trainer.train()
     assert len(logged(trainer, "loss")) == 2
+
+
+class Changes(TrainerCallback):
+    def __init__(self, name, value):
+        self.name, self.value = name, value
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            setattr(args, self.name, self.value)
+
+
+@pytest.mark.parametrize("name, value", [("max_staleness", 9), ("weight_sync_steps", 2), ("num_generations", 8)])
+def test_a_setting_that_a_callback_changes_during_training_ends_the_run(model_path, tmp_path, name, value):
+    trainer = build(model_path, tmp_path, callbacks=[Changes(name, value)])
+    with pytest.raises(ValueError, match=rf"args.{name} was changed from .*A3POTrainer with {name}="):
+        trainer.train()
+    assert trainer.state.global_step == 2
