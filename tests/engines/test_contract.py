@@ -1,9 +1,11 @@
 """The promises of `trl_a3po/protocol/engine.py`, kept by every engine."""
 
+import contextlib
 import copy
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -13,11 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.engines.transformers.running import train
 from tests.engines.vllm import stubbed
+from tests.engines.vllm.real_vllm import vllm_python
 from tests.engines.vllm.stub_server import StubServer, logp_of
+from tests.engines.vllm.stubbed import stub_vllm_on_path
 from tests.tiny import VOCAB, tiny_config
 from tests.workers.processes import TIMEOUT, until
 from trl_a3po.engines.several import SeveralEngines
 from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
+from trl_a3po.engines.vllm.process.vllm_worker_engine import VLLMWorkerEngine
 from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished, GroupRequest, SamplingSettings
@@ -26,6 +31,7 @@ from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.testing import StubEngine, completion_logps, scripted_completion
 
 CLOSE_TIMEOUT = 30.0
+START_TIMEOUT = 300.0
 SAMPLING = SamplingSettings(max_new_tokens=24, stop_token_ids=(1,), seed=5)
 PROMPT, COMPLETION = [5, 9, 12], [7, 40, 3]
 
@@ -33,12 +39,12 @@ PROMPT, COMPLETION = [5, 9, 12], [7, 40, 3]
 class OnAModel:
     """An engine that samples from a tiny model, which the test trains. Its log-probs are those of a clean forward."""
 
-    def __init__(self, make, can_die=True):
+    def __init__(self, make, can_die=True, **config):
         self.make = make
         self.can_die = can_die
         self.version = 0
         torch.manual_seed(0)
-        self._models = {0: AutoModelForCausalLM.from_config(tiny_config(), dtype=torch.float32)}
+        self._models = {0: AutoModelForCausalLM.from_config(tiny_config(**config), dtype=torch.float32)}
 
     def start(self, engine, complete=True):
         update = collect_weights(self._models[0], 0, complete=True)
@@ -117,8 +123,16 @@ def stub_engine() -> StubEngine:
     return StubEngine(scripted_completion(VOCAB, SAMPLING.max_new_tokens))
 
 
-@pytest.fixture(scope="module", params=["stub", "transformers", "several", "vllm"])
+def vllm_engine(python: str) -> VLLMWorkerEngine:
+    return VLLMWorkerEngine(slots=4, python=python, threads=1, start_timeout=START_TIMEOUT)
+
+
+CASES = ["stub", "transformers", "several", "vllm servers", "vllm", pytest.param("real vllm", marks=pytest.mark.vllm)]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
+    on_path = contextlib.nullcontext()
     match request.param:
         case "stub":
             case = OnAModel(stub_engine, can_die=False)
@@ -126,9 +140,15 @@ def case(request, tmp_path_factory):
             case = OnAModel(transformers_engine)
         case "several":
             case = OnAModel(lambda: SeveralEngines([transformers_engine(), stub_engine()]))
-        case "vllm":
+        case "vllm servers":
             case = OnAStubServer(tmp_path_factory.mktemp("weights"))
-    yield case
+        case "vllm":
+            case = OnAModel(lambda: vllm_engine(sys.executable))
+            on_path = stub_vllm_on_path()
+        case "real vllm":
+            case = OnAModel(lambda: vllm_engine(vllm_python()), head_dim=64)  # its CPU kernels know no smaller head
+    with on_path:
+        yield case
     case.close()
 
 

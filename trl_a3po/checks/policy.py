@@ -31,7 +31,7 @@ def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling:
     check_published(args, model)
     config = model.config.get_text_config()
     check_sampling(sampling, config.vocab_size)
-    if args.engine == "vllm":
+    if args.engine == "vllm" and args.vllm_server_urls:
         logprobs_modes(sampling)
     if args.engine == "transformers":
         check_architecture(model, deterministic=args.deterministic)
@@ -71,8 +71,8 @@ def _check_quantised(args: A3POConfig) -> None:
     if args.vllm_server_urls:
         raise ValueError(
             f"vllm_server_urls={args.vllm_server_urls!r} with a quantised model: these servers hold other weights "
-            "than those that the trainer computes with. Leave vllm_server_urls out, so that the trainer starts a "
-            "server with the dequantised weights; or load the model in bfloat16."
+            "than those that the trainer computes with. Leave vllm_server_urls out, so that the trainer runs "
+            "vLLM with the dequantised weights; or load the model in bfloat16."
         )
     if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
         raise ValueError(

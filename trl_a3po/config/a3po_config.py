@@ -207,14 +207,11 @@ class A3POConfig(
             self.vllm_server_urls = [self.vllm_server_urls]
         if not self.use_vllm:
             return
-        if self.vllm_mode == "colocate":
-            raise ValueError(
-                "use_vllm=True with vllm_mode='colocate' cannot generate while the same process trains: set "
-                "use_vllm=False to generate with the 'transformers' engine on this device, or vllm_mode='server' to "
-                "generate on a running vLLM server."
-            )
         self.engine = "vllm"
-        self.vllm_server_urls = self.vllm_server_urls or [trl_server_url(self)]
+        if self.vllm_mode == "server":
+            self.vllm_server_urls = self.vllm_server_urls or [trl_server_url(self)]
+        elif self.engine_device is None and self.device.type == "cuda":  # on every GPU of this machine that trains
+            self.engine_device = [f"cuda:{index}" for index in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))]
         self.use_vllm = False
 
 

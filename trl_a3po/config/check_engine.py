@@ -81,17 +81,24 @@ def _check_vllm(config: "A3POConfig") -> None:
             "deterministic=True cannot hold with engine='vllm' on a CPU, where results depend on what is batched: "
             "set engine_device to a GPU, engine='transformers' or deterministic=False."
         )
-    if not config.vllm_server_urls and len(config.engine_devices) > 1:
-        raise ValueError(
-            f"engine_device={config.engine_device!r} with engine='vllm' starts one server, on one device: name one, "
-            "or start a server on each and set vllm_server_urls."
-        )
+    if not config.vllm_server_urls:
+        _check_no_server_settings(config)
     if config.vllm_server_urls and config.engine_slots is not None:
         raise ValueError(
             f"engine_slots={config.engine_slots} is decided by running vLLM servers: start them with --max-num-seqs "
             f"{config.engine_slots}, and leave engine_slots out."
         )
     _check_urls(list(config.vllm_server_urls or ()))
+
+
+def _check_no_server_settings(config: "A3POConfig") -> None:
+    for name in ("vllm_weight_transfer", "vllm_weights_dir", "vllm_outage_timeout"):
+        unset = type(config).__dataclass_fields__[name].default
+        if getattr(config, name) != unset:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} has no effect without vllm_server_urls, because vLLM then runs in "
+                f"a process of the trainer: leave it at {unset!r}, or set vllm_server_urls."
+            )
 
 
 def _check_urls(urls: list[str]) -> None:

@@ -25,9 +25,9 @@ NEVER = {
     "vllm_importance_sampling_clip_max": _CORRECTION,
     "vllm_importance_sampling_clip_min": _CORRECTION,
     "vllm_structured_outputs_regex": "completions are not constrained",
-    "vllm_enable_sleep_mode": "the server samples while the trainer trains",
-    "vllm_model_impl": "start the server with --model-impl and set vllm_server_urls",
-    "vllm_tensor_parallel_size": "start the server with --tensor-parallel-size and set vllm_server_urls",
+    "vllm_enable_sleep_mode": "vLLM samples while the trainer trains",
+    "vllm_tensor_parallel_size": "each of several GPUs in engine_device has a replica of its own; for one replica on "
+    "several GPUs, start a server with --tensor-parallel-size and set vllm_server_urls",
     "vllm_group_port": "weights reach the server as vllm_weight_transfer says, on ports that are found free",
 }
 # Fields that give the address of a running server, as `vllm_server_urls` does.
@@ -39,9 +39,10 @@ ONLY_VLLM = (
     "vllm_server_timeout",
     "vllm_gpu_memory_utilization",
     "vllm_max_model_length",
+    "vllm_model_impl",
 )
-# Fields that only a server follows that this library starts, with engine='vllm' and without vllm_server_urls.
-ONLY_STARTED_SERVER = ("vllm_gpu_memory_utilization", "vllm_max_model_length")
+# Fields that only vLLM in a process of the trainer follows, without vllm_server_urls.
+ONLY_WITHOUT_SERVERS = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_model_impl")
 
 
 def check_inherited(config: "A3POConfig") -> None:
@@ -59,10 +60,10 @@ def check_inherited(config: "A3POConfig") -> None:
             raise ValueError(
                 f"{given} has no effect with engine={config.engine!r}: leave it at {unset!r}, or set engine='vllm'."
             )
-        if name in ONLY_STARTED_SERVER and config.vllm_server_urls:
+        if name in ONLY_WITHOUT_SERVERS and config.vllm_server_urls:
             raise ValueError(
                 f"{given} is decided by running vLLM servers: leave it at {unset!r}, and start the servers with "
-                "--gpu-memory-utilization or --max-model-len."
+                "--gpu-memory-utilization, --max-model-len or --model-impl."
             )
     _check_one_address(config, [name for name in ADDRESS if name in changed])
 

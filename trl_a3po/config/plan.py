@@ -17,7 +17,9 @@ def config_plan(args: "A3POConfig") -> str:
     ahead = bound // steps
     engine = args.engine if isinstance(args.engine, str) else type(args.engine).__name__
     if args.engine == "vllm":
-        engine = f"vllm on {', '.join(args.vllm_server_urls or ()) or 'a server started for the run'}"
+        engine = (
+            f"vllm on {', '.join(args.vllm_server_urls)}" if args.vllm_server_urls else "vllm in a process of its own"
+        )
     lines = {
         "generation batch": f"{groups} prompts x {args.num_generations} completions (B = {groups})",
         "optimizer steps a batch": f"K = {steps}"

@@ -98,7 +98,10 @@ class EngineSettings:
     )
     engine_slots: Count | None = field(
         default=None,
-        metadata={"help": "Completions decoded at the same time. Default: those of one generation batch, at most 64."},
+        metadata={
+            "help": "Completions decoded at the same time. Default: those of one generation batch, at most 64; "
+            "with vLLM 256 on each device."
+        },
     )
     engine_threads: Count | None = field(
         default=None,
@@ -123,7 +126,7 @@ class EngineSettings:
         metadata={
             "help": "Make the tokens and log-probs of a completion independent, bit for bit, of what else is "
             "generated at the same time, on one machine and thread count. Slower. With engine='vllm' it needs "
-            "servers on GPUs that were started with VLLM_BATCH_INVARIANT=1."
+            "GPUs, and servers that were started with VLLM_BATCH_INVARIANT=1."
         },
     )
     engine_max_prompt_tokens: Count | None = field(
@@ -152,23 +155,22 @@ class EngineSettings:
 
 @dataclass
 class VLLMSettings:
-    """vLLM servers."""
+    """vLLM, in a process of the trainer or on servers."""
 
     vllm_server_urls: Names = field(
         default=None,
         metadata={
-            "help": "URLs of running vLLM servers to generate with. Default: the trainer starts a server on "
-            "engine_device."
+            "help": "URLs of running vLLM servers to generate with. Default: vLLM runs in a process of the "
+            "trainer on each of engine_device."
         },
     )
     vllm_weight_transfer: Literal["auto", "disk", "nccl", "ipc"] = field(
         default="auto",
         metadata={
-            "help": "How whole weights reach the vLLM servers: 'disk', 'nccl' (from the trainer's GPU to other "
-            "GPUs), 'ipc' (CUDA IPC, on the trainer's own GPU), or 'auto', which takes NCCL or CUDA IPC if the "
-            "servers were started for it and it is possible, and the disk otherwise. A server that the trainer "
-            "starts takes CUDA IPC on the trainer's GPU, and NCCL on another GPU if vLLM is installed beside the "
-            "trainer. An adapter always goes by disk."
+            "help": "How whole weights reach the vLLM servers of vllm_server_urls: 'disk', 'nccl' (from the trainer's "
+            "GPU to other GPUs), 'ipc' (CUDA IPC, on the trainer's own GPU), or 'auto', which takes NCCL or CUDA IPC "
+            "if the servers were started for it and it is possible, and the disk otherwise. An adapter always goes "
+            "by disk."
         },
     )
     vllm_weights_dir: str | None = field(
@@ -181,7 +183,7 @@ class VLLMSettings:
     vllm_python: str | None = field(
         default=None,
         metadata={
-            "help": "Python interpreter, of an environment with vLLM, for the server that the trainer starts. "
+            "help": "Python interpreter, of an environment with vLLM, for vLLM in a process of the trainer. "
             "Default: the trainer's own interpreter."
         },
     )

@@ -27,6 +27,7 @@ from trl_a3po.workers.standard_files import above_standard_files
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 256
+_DEVICE_INDEX = 6  # among the arguments that `reduce_tensor` gives for a tensor on a GPU
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,18 @@ class Staging:
             self._fd = None
 
 
-def attach(handle: tuple[Any, ...]) -> dict[str, torch.Tensor]:
-    """The worker's side: name -> view of the buffer."""
+def attach(handle: tuple[Any, ...], device_index: int | None = None) -> dict[str, torch.Tensor]:
+    """The worker's side: name -> view of the buffer.
+
+    Args:
+        device_index: what the worker calls the device of the buffer, if not what the trainer calls it.
+    """
     opener, argument, places = handle
-    buffer = _map(opener, argument) if isinstance(opener, int) else opener(*argument)
-    return _views(buffer, places)
+    if isinstance(opener, int):
+        return _views(_map(opener, argument), places)
+    if device_index is not None:
+        argument = (*argument[:_DEVICE_INDEX], device_index, *argument[_DEVICE_INDEX + 1 :])
+    return _views(opener(*argument), places)
 
 
 def _fits_twice(size: int, device: torch.device) -> bool:

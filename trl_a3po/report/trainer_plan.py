@@ -4,6 +4,7 @@ model.
 Guarantees: pure functions; the memory is an estimate that leaves out activations.
 """
 
+import os
 from dataclasses import dataclass
 
 from torch import nn
@@ -68,12 +69,24 @@ def trainer_plan(
         "trainer memory": f"{_gib(weights + gradients + states)} (weights {_gib(weights)}, gradients "
         f"{_gib(gradients)}, Adam {_gib(states)}), and activations",
     }
-    if args.engine != "vllm":  # vLLM takes the share of a GPU that it is given
+    if args.engine == "vllm" and not args.vllm_server_urls:
+        lines["engine memory"] = (
+            f"{_vllm_share(args)} (with the replica, {_gib(replica)}), and the published copy, {_gib(replica)}"
+        )
+    elif args.engine != "vllm":
         lines["engine memory"] = (
             f"{_gib(2 * replica + cache)} (replica {_gib(replica)}, published copy {_gib(replica)}, "
             f"cache of {slots} completions {_gib(cache)}), and the cache of their prompts"
         )
     return f"{config_plan(args)}\n{table(lines)}"
+
+
+def _vllm_share(args: A3POConfig) -> str:
+    """What vLLM takes of the memory of each of its devices."""
+    devices = args.engine_devices or [args.device.type]
+    if all(name.startswith("cpu") for name in devices):
+        return f"VLLM_CPU_KVCACHE_SPACE={os.environ.get('VLLM_CPU_KVCACHE_SPACE', '1')} GiB for the cache"
+    return f"{args.vllm_gpu_memory_utilization:.0%} of a GPU that trains too, 90% of another"
 
 
 def _gib(size: int) -> str:

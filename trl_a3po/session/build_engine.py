@@ -4,6 +4,7 @@ Guarantees: every setting of `GRPOConfig` keeps its meaning in the engine, or ra
 """
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -13,38 +14,32 @@ from transformers import PreTrainedModel
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.several import SeveralEngines
 from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
+from trl_a3po.engines.vllm.process.vllm_worker_engine import VLLMWorkerEngine
 from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
-from trl_a3po.engines.vllm.weight_route import same_gpu
 from trl_a3po.protocol.engine import Engine
 from trl_a3po.session.cores import engine_threads
 
 MOST_SLOTS = 64
+VLLM_START_TIMEOUT = 600.0  # seconds; on a GPU, vLLM compiles for minutes when it starts for the first time
+VLLM_SLOTS = 256  # of each device, unless engine_slots says otherwise
 
 
 def build_engine(args: A3POConfig, device: torch.device) -> Engine:
     """The engine that `args` ask for, not yet started; `device` is the trainer's."""
     if not isinstance(args.engine, str):
         return args.engine
-    if args.engine == "vllm":
-        return _vllm_engine(args, device)
+    if args.engine == "vllm" and args.vllm_server_urls:
+        return _vllm_servers(args, device)
     devices = [torch.device(name) for name in args.engine_devices] or [device]
-    engines = [
-        TransformersEngine(
-            slots=-(-engine_slots(args) // len(devices)),
-            kv_on_publish=args.kv_on_publish,
-            deterministic=args.deterministic,
-            max_prompt_tokens=args.engine_max_prompt_tokens,
-            device=on,
-            threads=engine_threads(args),
-            max_restarts=args.engine_restarts,
-        )
-        for on in devices
-    ]
+    build = _vllm_engine if args.engine == "vllm" else _transformers_engine
+    engines = [build(args, on, device, -(-engine_slots(args) // len(devices))) for on in devices]
     return engines[0] if len(engines) == 1 else SeveralEngines(engines)
 
 
 def engine_slots(args: A3POConfig) -> int:
     """How many completions are decoded at a time, on all devices of the engine together."""
+    if args.engine == "vllm":
+        return args.engine_slots or VLLM_SLOTS * max(1, len(args.engine_devices))
     return args.engine_slots or min(args.generation_batch_size, MOST_SLOTS * max(1, len(args.engine_devices)))
 
 
@@ -65,9 +60,46 @@ def engine_dtype(args: A3POConfig, model: PreTrainedModel, mixed_precision: str)
     return dtype
 
 
-def _vllm_engine(args: A3POConfig, device: torch.device) -> VLLMEngine:
+def shares_gpu(args: A3POConfig, on: torch.device, device: torch.device) -> bool:
+    """Whether an engine on `on` shares a GPU with a process that trains; `device` is the main process's."""
+    if not on.type == device.type == "cuda":
+        return False
+    current = torch.cuda.current_device()
+    trains = [current if device.index is None else device.index, *range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))]
+    return (current if on.index is None else on.index) in trains
+
+
+def _transformers_engine(args: A3POConfig, on: torch.device, device: torch.device, slots: int) -> Engine:
+    return TransformersEngine(
+        slots=slots,
+        kv_on_publish=args.kv_on_publish,
+        deterministic=args.deterministic,
+        max_prompt_tokens=args.engine_max_prompt_tokens,
+        device=on,
+        threads=engine_threads(args),
+        max_restarts=args.engine_restarts,
+    )
+
+
+def _vllm_engine(args: A3POConfig, on: torch.device, device: torch.device, slots: int) -> Engine:
     here = sys.executable if importlib.util.find_spec("vllm") else None
-    on = torch.device(args.engine_devices[0]) if args.engine_devices else device
+    return VLLMWorkerEngine(
+        slots=slots,
+        python=args.vllm_python or here,
+        kv_on_publish=args.kv_on_publish,
+        deterministic=args.deterministic,
+        max_prompt_tokens=args.engine_max_prompt_tokens,
+        context=args.vllm_max_model_length,
+        device=on,
+        gpu_memory=args.vllm_gpu_memory_utilization if shares_gpu(args, on, device) else 0.9,
+        options={"model_impl": args.vllm_model_impl},
+        threads=args.engine_threads,
+        max_restarts=args.engine_restarts,
+        start_timeout=max(args.vllm_server_timeout, VLLM_START_TIMEOUT),
+    )
+
+
+def _vllm_servers(args: A3POConfig, device: torch.device) -> Engine:
     return VLLMEngine(
         args.vllm_server_urls or (),
         folder=Path(args.vllm_weights_dir or Path(args.output_dir) / "vllm"),
@@ -77,15 +109,7 @@ def _vllm_engine(args: A3POConfig, device: torch.device) -> VLLMEngine:
         trainer_device=device,
         deterministic=args.deterministic,
         max_prompt_tokens=args.engine_max_prompt_tokens,
-        context=args.vllm_max_model_length,
-        python=args.vllm_python or here,
-        device=on,
-        gpu_memory=args.vllm_gpu_memory_utilization if same_gpu(on, device) else 0.9,
-        slots=args.engine_slots,
-        threads=args.engine_threads,
-        max_restarts=args.engine_restarts,
-        # A server that the engine starts has to load the model first.
-        start_timeout=args.vllm_server_timeout if args.vllm_server_urls else max(args.vllm_server_timeout, 600.0),
+        start_timeout=args.vllm_server_timeout,
         request_timeout=args.stall_timeout,
         outage_timeout=args.vllm_outage_timeout,
     )

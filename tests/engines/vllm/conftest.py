@@ -1,7 +1,6 @@
 """Real vLLM servers, in an environment of their own, shared by all tests marked `vllm`."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,20 +8,16 @@ import pytest
 import torch
 
 from tests.distributed.launch import free_port
+from tests.engines.vllm import real_vllm
 from trl_a3po.engines.vllm.server_process import ServerProcess
 from trl_a3po.engines.vllm.startup import ServerRequirements
 
-ENVIRONMENT = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trl_a3po" / "vllm-venv"
 START_TIMEOUT = 300.0
 
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
-    """An interpreter that has vLLM."""
-    python = os.environ.get("TRL_A3PO_VLLM_PYTHON", str(ENVIRONMENT / "bin" / "python"))
-    if not Path(python).exists():
-        pytest.skip(f"no vLLM: {python} does not exist; set TRL_A3PO_VLLM_PYTHON to an interpreter that has it")
-    return python
+    return real_vllm.vllm_python()
 
 
 @pytest.fixture(scope="session")

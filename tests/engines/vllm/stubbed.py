@@ -1,6 +1,9 @@
 """The engine on stub servers: policies whose weights say their version, and what is asked of the rollouts."""
 
+import contextlib
+import sys
 import time
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -16,6 +19,17 @@ from trl_a3po.publish.collect import policy_spec
 TIMEOUT = 20.0
 SAMPLING = SamplingSettings(max_new_tokens=24, stop_token_ids=(1,))
 _MODELS: dict[bool, torch.nn.Module] = {}
+
+
+@contextlib.contextmanager
+def stub_vllm_on_path():
+    """Inside, `stub_vllm/` is found as vLLM, here and by workers that are started here."""
+    folder = str(Path(__file__).parent / "stub_vllm")
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 def policy(lora: bool) -> torch.nn.Module:

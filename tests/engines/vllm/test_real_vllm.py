@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tests.engines.vllm.real_runs import STALENESS, TEMPERATURE, CheckingTrainer, trainer_of
 from tests.workers.processes import is_gone, until
-from trl_a3po.engines.vllm.completions import completion_body, noise_seed
+from trl_a3po.engines.vllm.completions import completion_body
+from trl_a3po.engines.vllm.noise import noise_seed
 from trl_a3po.engines.vllm.publishing import AdapterPublishing
 from trl_a3po.engines.vllm.server import Server
 from trl_a3po.engines.vllm.server_process import ServerProcess

@@ -4,7 +4,7 @@ import pytest
 
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until, update
-from trl_a3po.engines.vllm.completions import noise_seed
+from trl_a3po.engines.vllm.noise import noise_seed
 from trl_a3po.errors import EngineError
 
 INVARIANT = {"VLLM_BATCH_INVARIANT": True}

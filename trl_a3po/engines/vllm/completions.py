@@ -8,7 +8,6 @@ nothing filters, "processed_logprobs". Another temperature is in "processed_logp
 renormalise: such settings are refused.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -86,13 +85,6 @@ def completion_body(
     if sampling.suppress_token_ids:
         body["logit_bias"] = {str(token): -100.0 for token in sampling.suppress_token_ids}
     return body
-
-
-def noise_seed(run_seed: int, noise_key: int, rollout: int, position: int) -> int:
-    """What decides the noise of a rollout from its token `position` on: the run, the request and the rollout's number,
-    and nothing else. The seeds of a group's rollouts follow one another, as vLLM counts those of one request."""
-    digest = hashlib.blake2b(f"{run_seed} {noise_key} {position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 2) + rollout
 
 
 def score_body(

@@ -32,8 +32,9 @@ import traceback
 from collections.abc import Iterable, Sequence
 
 from trl_a3po.engines.vllm.calls import CallRequest, Calls, ReaderUpdate
-from trl_a3po.engines.vllm.completions import completion_body, noise_seed
+from trl_a3po.engines.vllm.completions import completion_body
 from trl_a3po.engines.vllm.http import AnswerFault, ConnectionFault, HttpFault, StatusFault, TimeoutFault
+from trl_a3po.engines.vllm.noise import noise_seed
 from trl_a3po.engines.vllm.pooled_server import InFlightCall, PooledServer, ServedWeights
 from trl_a3po.engines.vllm.rollout_jobs import Job, JobQueue, PartialGroup
 from trl_a3po.engines.vllm.server import Server, ServerInfo

@@ -31,7 +31,6 @@ class ServerWatch:
         deliver: has a member carry what was published last; `None`: only a publish can.
         outage_timeout: seconds without any server.
         poll: seconds between two looks at a server.
-        keep_alive: called by the thread of the first server; it restarts a process of ours.
     """
 
     def __init__(
@@ -42,23 +41,19 @@ class ServerWatch:
         deliver: Callable[[PooledServer], None] | None,
         outage_timeout: float,
         poll: float,
-        keep_alive: Callable[[], None],
     ):
         self._pool = pool
         self._check = check
         self._deliver = deliver
         self._outage_timeout = outage_timeout
         self._poll = poll
-        self._keep_alive = keep_alive
         self._alive_at = time.monotonic()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         self._alive_at = time.monotonic()
         for number, member in enumerate(self._pool.members):
-            thread = threading.Thread(
-                target=self._watch, args=(member, number == 0), name=f"a3po-vllm-{number}", daemon=True
-            )
+            thread = threading.Thread(target=self._watch, args=(member,), name=f"a3po-vllm-{number}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -66,12 +61,10 @@ class ServerWatch:
         for thread in self._threads:
             thread.join(2.0)
 
-    def _watch(self, member: PooledServer, first: bool) -> None:
+    def _watch(self, member: PooledServer) -> None:
         """The thread of one server."""
         while True:
             try:
-                if first:
-                    self._keep_alive()
                 self._look_at(member)
             except EngineError as error:
                 self._pool.end_with(str(error))

@@ -1,4 +1,4 @@
-"""`VLLMEngine`: samples on vLLM servers that are running already or are started here.
+"""`VLLMEngine`: samples on vLLM servers that are running already.
 
 Guarantees, beside those of `protocol/engine.py`: a policy with an adapter is published as the adapter alone, and one
 without as whole weights; servers that were not started here are left as they were found, except for their weights.
@@ -8,7 +8,7 @@ Where to look:
 - `pool.py` assigns requests to servers, and `ServerPool._record_tokens` gives every token its policy version;
 - `publishing.py` publishes weights, and decides what happens to rollouts in flight;
 - `server_watch.py` brings back servers that died;
-- `opening.py` and `startup.py` start and check servers.
+- `opening.py` and `startup.py` wait for servers and check them.
 """
 
 import logging
@@ -30,16 +30,15 @@ from trl_a3po.engines.vllm.folders import EngineFolder
 from trl_a3po.engines.vllm.http import ConnectionFault, HttpFault, StatusFault
 from trl_a3po.engines.vllm.ipc import IpcTransfer
 from trl_a3po.engines.vllm.nccl import NcclTransfer
-from trl_a3po.engines.vllm.opening import OwnServer, await_servers, server_requirements
+from trl_a3po.engines.vllm.opening import await_servers, server_requirements
 from trl_a3po.engines.vllm.pool import ServerPool
 from trl_a3po.engines.vllm.pooled_server import PooledServer, ServedWeights
 from trl_a3po.engines.vllm.publishing import AdapterPublishing, WeightsPublishing
 from trl_a3po.engines.vllm.scoring import score
 from trl_a3po.engines.vllm.server import Server, ServerInfo
-from trl_a3po.engines.vllm.server_process import ServerProcess
 from trl_a3po.engines.vllm.server_watch import ServerWatch
 from trl_a3po.engines.vllm.startup import check_server
-from trl_a3po.engines.vllm.weight_route import Setting, transfer_backend_to_start, weight_transfer
+from trl_a3po.engines.vllm.weight_route import Setting, weight_transfer
 from trl_a3po.errors import EngineError
 from trl_a3po.models.replica import check_names
 from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupRequest, SamplingSettings
@@ -59,7 +58,7 @@ class VLLMEngine:
     """An `Engine` on vLLM servers.
 
     Args:
-        urls: of running servers; none starts one here.
+        urls: of running servers, at least one.
         folder: where weights are written for the servers to read; each engine makes a folder of its own in it.
         kv_on_publish: what happens to rollouts in flight when weights change.
         kept_versions: adapters that stay loaded, `max_staleness + 2`.
@@ -70,8 +69,6 @@ class VLLMEngine:
             server decodes. Needs `VLLM_BATCH_INVARIANT=1` there, on a GPU of compute capability 8.0 or higher, and
             sends a seed with every request: vLLM then draws the noise of each sequence by itself, which is slower.
         max_prompt_tokens: longest prompt; `None` leaves that to the servers' context.
-        context: tokens of a server's context; `None`: the model's, or what `max_prompt_tokens` needs.
-        python, device, gpu_memory, slots, threads, max_restarts: of a server started here (`OwnServer`).
         start_timeout: seconds until all servers must be ready.
         request_timeout: seconds for one call.
         outage_timeout: seconds without any server before the run ends.
@@ -89,13 +86,6 @@ class VLLMEngine:
         trainer_device: torch.device | str = "cpu",
         deterministic: bool = False,
         max_prompt_tokens: int | None = None,
-        context: int | None = None,
-        python: str | None = None,
-        device: torch.device | str = "cpu",
-        gpu_memory: float = 0.9,
-        slots: int | None = None,
-        threads: int | None = None,
-        max_restarts: int = 3,
         start_timeout: float = 600.0,
         request_timeout: float = 600.0,
         outage_timeout: float = 120.0,
@@ -103,7 +93,6 @@ class VLLMEngine:
     ):
         self._owner = os.getpid()
         self._urls = list(urls)
-        self._own = OwnServer(python, torch.device(device), gpu_memory, slots, threads, max_restarts)
         self._folder = EngineFolder(Path(folder))
         self._root = self._folder.path
         self._keeps = kv_on_publish == "keep"
@@ -112,13 +101,11 @@ class VLLMEngine:
         self._trainer_device = torch.device(trainer_device)
         self._deterministic = deterministic
         self._max_prompt_tokens = max_prompt_tokens
-        self._context = context
         self._start_timeout = start_timeout
         self._request_timeout = request_timeout
         self._watch_settings: dict[str, Any] = {"outage_timeout": outage_timeout, "poll": poll}
         self._serving: _Serving | None = None
         self._watch: ServerWatch | None = None
-        self._process: ServerProcess | None = None
         self._names: set[str] = set()
         self._version = -1
         self._publish_seconds = 0.0
@@ -133,17 +120,13 @@ class VLLMEngine:
             raise ValueError(f"vLLM cannot serve this adapter, because {obstacle}: set lora_sync='merged'.")
         self._sampling = sampling
         self._names = set(update.specs)
-        transfer = None  # an adapter goes by disk
-        if spec.peft_config is None:
-            server = None if self._urls else self._own.device
-            transfer = transfer_backend_to_start(self._transfer, self._trainer_device, server)
         self._requirements = server_requirements(
             spec,
             sampling,
             max_prompt_tokens=self._max_prompt_tokens,
-            context=self._context,
             kept_versions=self._kept_versions,
-            transfer=transfer,
+            # An adapter goes by disk.
+            transfer=self._transfer if spec.peft_config is None and self._transfer in ("nccl", "ipc") else None,
             deterministic=self._deterministic,
         )
         self._folder.make()
@@ -165,8 +148,6 @@ class VLLMEngine:
                 for member in self._serving.pool.members:
                     self._leave(member, self._serving)
         finally:
-            if self._process is not None:
-                self._process.stop()
             if self._serving is not None:
                 self._serving.publishing.close()
             self._folder.remove()
@@ -236,23 +217,15 @@ class VLLMEngine:
             busy_seconds=busy_seconds,
             active_rollouts=active,
             waiting_requests=waiting,
-            restarts=self._process.restarts if self._process else 0,
             publish_seconds=self._publish_seconds,
             awaits_publish=pool.is_behind,
             extra={name: float(count) for name, count in counts.items()} | {"published_bytes": publishing.last_bytes},
         )
 
-    @property
-    def server_pid(self) -> int | None:
-        """Process group of the server that was started here."""
-        return None if self._process is None else self._process.pid
-
     # --- starting -----------------------------------------------------------------------------------------------
 
     def _start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
-        if not self._urls:
-            self._process = self._own.start(self._requirements, spec, update, self._root, self._start_timeout)
-        servers = [Server(url) for url in self._urls] if self._process is None else [self._process.server]
+        servers = [Server(url) for url in self._urls]
         found = await_servers(servers, self._requirements, self._start_timeout)
         for server, info in zip(servers, found, strict=True):
             check_server(server.url, info, self._requirements)
@@ -272,7 +245,6 @@ class VLLMEngine:
             pool,
             check=lambda server, info: check_server(server.url, info, self._requirements),
             deliver=publishing.bring_up if publishing.brings_up else None,
-            keep_alive=self._process.keep_alive if self._process else lambda: None,
             **self._watch_settings,
         )
         self._watch.start()
@@ -307,8 +279,8 @@ class VLLMEngine:
             ) from error
 
     def _leave(self, member: PooledServer, serving: _Serving) -> None:
-        """Have a server that was not started here stop what it does for us, as far as it still answers."""
-        if self._process is not None or member.state == "down":
+        """Have a server stop what it does for us, as far as it still answers."""
+        if member.state == "down":
             return
         try:
             if serving.pool.was_busy:

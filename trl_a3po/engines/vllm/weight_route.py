@@ -15,55 +15,11 @@ import torch
 from trl_a3po.engines.vllm.ipc import IpcTransfer, is_here
 from trl_a3po.engines.vllm.nccl import NcclTransfer
 from trl_a3po.engines.vllm.server import ServerInfo
-from trl_a3po.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
 Setting = Literal["auto", "disk", "nccl", "ipc"]
 EXPANDABLE = "PYTORCH_ALLOC_CONF has expandable_segments:True, and not every Linux lets others open such memory"
-
-
-def transfer_backend_to_start(
-    setting: Setting, trainer: torch.device, server: torch.device | None
-) -> Literal["nccl", "ipc"] | None:
-    """The backend that a server must be started with; `None` for the disk.
-
-    Args:
-        trainer: where the weights are.
-        server: where a server of ours will compute; `None` if there are running ones.
-
-    Raises:
-        EngineError: the way that is set does not lead from one to the other.
-    """
-    if setting == "nccl" and server is not None and same_gpu(trainer, server):
-        raise EngineError(
-            f"vllm_weight_transfer='nccl' takes weights from one GPU to another, but the vLLM server would be on "
-            f"{server}, the trainer's own: set 'ipc', or another engine_device."
-        )
-    if setting == "ipc" and server is not None and not same_gpu(trainer, server):
-        raise EngineError(
-            f"vllm_weight_transfer='ipc' takes weights within one GPU, but the trainer is on {trainer} and the vLLM "
-            f"server would be on {server}: set 'auto', or engine_device to the trainer's GPU."
-        )
-    if setting != "auto":
-        return None if setting == "disk" else setting
-    if server is None or trainer.type != "cuda" or server.type != "cuda":
-        return None
-    if same_gpu(trainer, server):
-        if not _expandable_segments():
-            return "ipc"
-        logger.warning(
-            "Weights go to the vLLM server by disk and not over CUDA IPC, because %s. Set vllm_weight_transfer='ipc' "
-            "to try, or 'disk' if that is meant.",
-            EXPANDABLE,
-        )
-        return None
-    return "nccl" if _has_vllm() else None
-
-
-def same_gpu(one: torch.device, other: torch.device) -> bool:
-    """Whether both are one GPU; one without a number is the current one."""
-    return one.type == other.type == "cuda" and _index(one) == _index(other)
 
 
 def weight_transfer(

@@ -1,0 +1,97 @@
+"""Versions are facts: every token's log-prob is that of a clean forward of the weights it is stamped with."""
+
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tests.engines.transformers.running import events_of, train
+from tests.engines.vllm.real_vllm import vllm_python
+from tests.engines.vllm.stubbed import stub_vllm_on_path
+from tests.tiny import tiny_config
+from tests.workers.processes import until
+from trl_a3po.engines.vllm.process.vllm_worker_engine import VLLMWorkerEngine
+from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettings
+from trl_a3po.publish.collect import collect_weights, policy_spec
+from trl_a3po.testing import completion_logps
+
+LENGTH, TEMPERATURE, START_TIMEOUT = 40, 0.8, 300.0
+SETTINGS = SamplingSettings(LENGTH, temperature=TEMPERATURE, seed=5)
+FILTERED = SamplingSettings(LENGTH, temperature=TEMPERATURE, top_p=0.9, top_k=20, repetition_penalty=1.2, seed=5)
+
+
+def policy(lora: bool) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(head_dim=64, max_position_embeddings=64), dtype=torch.float32)
+    if lora:
+        return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
+    return model
+
+
+def check_a_publish_in_the_middle(model, sampling, **engine_settings) -> None:
+    states = {0: {name: tensor.clone() for name, tensor in model.state_dict().items()}}
+    requests = [GroupRequest(number, number, (5 + number, 6, 7), 2) for number in range(3)]
+    engine = VLLMWorkerEngine(slots=5, threads=1, start_timeout=START_TIMEOUT, **engine_settings)
+    try:
+        engine.start(policy_spec(model, torch.float32), sampling, collect_weights(model, 0, complete=True))
+        engine.submit(requests)
+        until(lambda: engine.stats().tokens > 20)
+        train(model)
+        states[1] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        engine.publish(collect_weights(model, 1, complete=False))
+        rollouts = [
+            (request, rollout)
+            for request, event in zip(requests, events_of(engine, range(3)).values(), strict=True)
+            for rollout in event.rollouts
+        ]
+        assert any(set(rollout.versions) == {0, 1} for _, rollout in rollouts)
+        for version, state in states.items():
+            model.load_state_dict(state)
+            for request, rollout in rollouts:
+                clean = completion_logps(model, request.prompt_ids, rollout.token_ids, TEMPERATURE).tolist()
+                for logp, stamp, expected in zip(rollout.logps, rollout.versions, clean, strict=True):
+                    assert stamp != version or logp == pytest.approx(expected, abs=1e-5)
+    finally:
+        model.load_state_dict(states[0])
+        engine.close()
+
+
+def test_with_two_batches_under_way():
+    with stub_vllm_on_path():
+        check_a_publish_in_the_middle(policy(lora=False), SETTINGS, python=sys.executable)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
+def test_with_a_real_vllm(lora):
+    check_a_publish_in_the_middle(policy(lora), FILTERED, python=vllm_python(), kv_on_publish="recompute")
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_kept_cache_of_a_real_vllm_is_that_of_the_segments_before():
+    """Tokens before the publish are those of the old weights; rollouts that begin after it, of the new ones."""
+    model = policy(lora=False)
+    engine = VLLMWorkerEngine(slots=4, threads=1, start_timeout=START_TIMEOUT, python=vllm_python())
+    old = policy(lora=False)
+    try:
+        engine.start(policy_spec(model, torch.float32), SETTINGS, collect_weights(model, 0, complete=True))
+        engine.submit([GroupRequest(number, number, (5, 6, 7), 2) for number in range(3)])
+        until(lambda: engine.stats().tokens > 20)
+        train(model)
+        engine.publish(collect_weights(model, 1, complete=False))
+        spans = set()
+        for event in events_of(engine, range(3)).values():
+            assert isinstance(event, GroupFinished)
+            for rollout in event.rollouts:
+                spans.add(tuple(sorted(set(rollout.versions))))
+                first = rollout.versions[0]
+                clean = completion_logps(model if first else old, (5, 6, 7), rollout.token_ids, TEMPERATURE).tolist()
+                of_first = rollout.versions.count(first)
+                assert rollout.logps[:of_first] == pytest.approx(clean[:of_first], abs=1e-5)
+        assert (0, 1) in spans and (1,) in spans
+    finally:
+        engine.close()

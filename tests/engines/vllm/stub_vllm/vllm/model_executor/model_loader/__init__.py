@@ -1,0 +1,5 @@
+LOADERS = {}
+
+
+def register_model_loader(name):
+    return lambda loader: LOADERS.setdefault(name, loader)

@@ -1,0 +1,3 @@
+class BaseModelLoader:
+    def __init__(self, config):
+        pass

@@ -1,0 +1,230 @@
+"""vLLM's engine core in this process, stepped by hand: the one file that knows the insides of vLLM.
+
+Guarantees:
+
+- a step returns the tokens of one batch, with the version of the weights that the batch was computed from. With
+  asynchronous scheduling, batches may be under way when weights change; their tokens carry the older version, because
+  the GPU computes them before it copies the weights;
+- log-probs are behavior log-probs: fp32, at the temperature, before every filter and penalty;
+- sequences keep their place and their tokens when weights change.
+
+Written against vLLM 0.22 to 0.31. The core is used below vLLM's front end (`LLMEngine.step`), which makes an object of
+every token of every sequence, and takes as long as a decode step of a small model.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from trl_a3po.protocol.engine import SamplingSettings
+
+OLDEST, NEWEST = (0, 22), (0, 31)
+_LOAD_FORMAT = "a3po"
+_ADAPTER = "policy"
+
+Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+"""The weights of the base model, under the names of a checkpoint."""
+
+
+class Output(NamedTuple):
+    """What a batch sampled for one sequence.
+
+    Args:
+        key: of the sequence.
+        finish: "stop", "length", or whatever else vLLM ended the sequence with; `None` while it goes on.
+        version: of the weights that the tokens were sampled from.
+        prompt_logps: log-probs of the prompt's tokens but the first, for a sequence that asked for them.
+    """
+
+    key: str
+    token_ids: list[int]
+    logps: list[float]
+    finish: str | None
+    version: int
+    prompt_logps: list[float] | None
+
+
+class VLLMCore:
+    """
+    Args:
+        options: of vLLM's `EngineArgs`.
+        weights: called when the model is built.
+        temperature: of every sequence.
+        adapters: sequences are sampled with the adapter that `load_adapter` has loaded.
+
+    Raises:
+        RuntimeError: this version of vLLM cannot be driven so.
+    """
+
+    def __init__(self, options: Mapping[str, Any], weights: Weights, *, temperature: float, adapters: bool):
+        check_version()
+        from vllm import EngineArgs, LLMEngine
+
+        _register_loader(weights)
+        _set_temperature(temperature)
+        arguments = EngineArgs(load_format=_LOAD_FORMAT, logprobs_mode="raw_logprobs", **options)
+        engine = LLMEngine.from_engine_args(arguments)
+        self._engine = engine
+        self._core = engine.engine_core.engine_core
+        self._adapters = adapters
+        self._versions: deque[int] = deque()  # of the batches under way
+        self.version = 0
+
+    # --- sequences ----------------------------------------------------------------------------------------------
+
+    def add(self, key: str, token_ids: Sequence[int], params: Any, salt: str) -> None:
+        """Begin a sequence after `token_ids`. Prefixes are shared among sequences with the same `salt`."""
+        from vllm.v1.engine import EngineCoreRequest
+
+        request = EngineCoreRequest(
+            request_id=key,
+            prompt_token_ids=list(token_ids),
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=_adapter_request("loaded") if self._adapters else None,
+            cache_salt=salt,
+            data_parallel_rank=None,
+        )
+        self._core.add_request(*self._core.preprocess_add_request(request))
+
+    def abort(self, keys: Sequence[str]) -> None:
+        """End sequences at once; nothing more is returned for them."""
+        if keys:
+            self._core.abort_requests(list(keys))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no sequence is left and no batch is under way."""
+        return not self._core.scheduler.has_requests() and not self._core.batch_queue
+
+    def step(self) -> list[Output]:
+        """Begin a batch, and return what the oldest batch under way has sampled; `[]` if that is not finished."""
+        core = self._core
+        under_way = len(core.batch_queue or ())
+        outputs, executed = core.step_fn()
+        core.post_step(executed)
+        returned = outputs is not None
+        begun = len(core.batch_queue or ()) - under_way + returned
+        self._versions.extend([self.version] * begun)
+        if not returned:
+            return []
+        version = self._versions.popleft()
+        return [_output(output, version) for client in outputs.values() for output in client.outputs]
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load the weights of the whole base model in place."""
+        self._worker.reload_weights(weights_iterator=weights)
+
+    def load_adapter(self, folder: str) -> None:
+        """Load an adapter in place of the one before, for sequences under way too."""
+        self._core.add_lora(_adapter_request(folder, load_inplace=True))
+
+    def recompute(self) -> None:
+        """Have the caches of all sequences computed anew."""
+        self._core.reset_prefix_cache(True, False)
+
+    @property
+    def _worker(self) -> Any:
+        return self._core.model_executor.driver_worker
+
+
+def sampling_params(
+    sampling: SamplingSettings, *, max_tokens: int | None = None, seed: int | None = None, score: bool = False
+) -> Any:
+    """vLLM's form of sampling settings. Every setting is given, so a model's own defaults decide nothing.
+
+    Args:
+        max_tokens: of the sequence, if not all of `sampling`.
+        seed: of the sequence's own noise, which makes sampling slower.
+        score: have the log-probs of the prompt returned, by a forward that reuses no cache.
+    """
+    from vllm import SamplingParams
+
+    bias = dict.fromkeys(sampling.suppress_token_ids, -100.0)
+    return SamplingParams(
+        max_tokens=1 if score else sampling.max_new_tokens,
+        min_tokens=0 if score else sampling.min_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p or 0.0,
+        repetition_penalty=sampling.repetition_penalty,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # stop_token_ids has what ends a completion, and nothing else does
+        logit_bias=bias or None,
+        logprobs=0,
+        prompt_logprobs=0 if score else None,
+        seed=seed,
+        detokenize=False,
+    )
+
+
+def check_version() -> None:
+    """Raise `RuntimeError` for a version of vLLM that this file was not written for."""
+    import vllm
+
+    numbers = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())
+    from_source = len(numbers) < 2 or numbers < (0, 10)  # builds from source may call themselves 0.1
+    if not from_source and not OLDEST <= numbers <= NEWEST:
+        raise RuntimeError(
+            f"engine='vllm' runs vLLM {_named(OLDEST)} to {_named(NEWEST)} in a process of its own, and this one is "
+            f"{vllm.__version__}: install another one, or start a server and set vllm_server_urls."
+        )
+
+
+def _named(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _output(output: Any, version: int) -> Output:
+    logprobs, prompt = output.new_logprobs, output.new_prompt_logprobs_tensors
+    return Output(
+        output.request_id,
+        output.new_token_ids,
+        logprobs.logprobs[:, 0].tolist() if logprobs is not None else [],
+        None if output.finish_reason is None else output.finish_reason.name.lower(),
+        version,
+        None if prompt is None else prompt.logprobs[:, 0].tolist(),
+    )
+
+
+def _adapter_request(folder: str, **options: Any) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(_ADAPTER, 1, folder, **options)
+
+
+def _register_loader(weights: Weights) -> None:
+    """Have models that are built with our load format filled from `weights`, without a file."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    class StagedWeights(BaseModelLoader):  # type: ignore[misc]
+        def download_model(self, model_config: Any) -> None:
+            pass
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            expected = {name for name, _ in model.named_parameters()}
+            loaded = model.load_weights(weights())  # type: ignore[operator]
+            if loaded is not None and (missing := expected - loaded):
+                raise RuntimeError(f"vLLM's model has weights that the policy does not have: {sorted(missing)[:3]}.")
+
+    register_model_loader(_LOAD_FORMAT)(StagedWeights)
+
+
+def _set_temperature(temperature: float) -> None:
+    """vLLM's log-probs are before the temperature ("raw_logprobs") or after every filter ("processed_logprobs");
+    behavior log-probs are between these two."""
+    from vllm.v1.sample.sampler import Sampler
+
+    def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
+        return (logits.float() / temperature).log_softmax(dim=-1)
+
+    if temperature != 1.0:
+        Sampler.compute_logprobs = staticmethod(compute_logprobs)

@@ -1,0 +1,30 @@
+"""The names of a policy's weights, as a checkpoint of the base model and as a saved adapter have them."""
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+Weight = TypeVar("Weight")
+
+
+def base_weights(weights: Mapping[str, Weight], tied: Mapping[str, str]) -> Iterator[tuple[str, Weight]]:
+    """The weights without those of an adapter, under the names of the plain model.
+
+    Args:
+        tied: name -> the name whose weight it shares, for weights that are to appear under both.
+    """
+    names: dict[str, list[str]] = {}
+    for name, source in tied.items():
+        names.setdefault(source, []).append(name)
+    for name, weight in weights.items():
+        if ".lora_" in name:
+            continue
+        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        for other in (plain, *names.get(plain, ())):
+            yield other, weight
+
+
+def adapter_weights(weights: Mapping[str, Weight], adapter_name: str) -> Iterator[tuple[str, Weight]]:
+    """The weights of the adapter, under the names of a saved one."""
+    for name, weight in weights.items():
+        if ".lora_" in name:
+            yield name.replace(f".{adapter_name}.", "."), weight
