@@ -197,9 +197,6 @@ BUILT = {
     "an engine device that is not there": (
         None, {"engine": "transformers", "engine_device": "cuda:99"}, ValueError,
         "engine_device='cuda:99' does not exist here"),
-    "colocated vLLM": (
-        None, {"use_vllm": True, "vllm_mode": "colocate"}, ValueError,
-        "cannot generate while the same process trains"),
     # model
     "a module": (torch.nn.Linear(2, 2), {}, TypeError, "model is a Linear: pass a model name, a folder"),
     "a model without a head": (model_of(AutoModel), {}, ValueError, "model is a LlamaModel, which has no head"),

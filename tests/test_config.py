@@ -84,6 +84,11 @@ def test_one_server_needs_no_list():
     assert args.vllm_server_urls == ["http://here:8000"]
 
 
+def test_trls_colocated_vllm_is_vllm_in_a_process_on_the_gpus_that_train(monkeypatch):
+    args = config(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.4)
+    assert (args.engine, args.vllm_server_urls, args.engine_device, args.use_vllm) == ("vllm", None, None, False)
+
+
 REFUSED = [
     ({"schedule": "eager"}, "schedule='eager' is not known: set one of 'async', 'sync', 'periodic', 'fixed_lag'."),
     ({"schedule": "fixed_lag", "num_iterations": 2, "max_staleness": 3}, "multiple of 2"),
@@ -120,7 +125,12 @@ REFUSED = [
     ({"vllm_weight_transfer": "rdma"}, "vllm_weight_transfer='rdma' is not known"),
     ({"vllm_outage_timeout": 0.0}, "vllm_outage_timeout=0.0 must be"),
     ({"engine_dtype": "fp8"}, "engine_dtype='fp8' is not known"),
-    ({"use_vllm": True, "vllm_mode": "colocate"}, "use_vllm=False"),
+    ({"engine": "vllm", "vllm_weights_dir": "there"}, "no effect without vllm_server_urls"),
+    ({"engine": "vllm", "vllm_weight_transfer": "disk"}, "no effect without vllm_server_urls"),
+    ({"engine": "vllm", "vllm_outage_timeout": 5.0}, "no effect without vllm_server_urls"),
+    ({"engine": "vllm", "vllm_server_urls": ["http://a:1"], "vllm_model_impl": "transformers"}, "--model-impl"),
+    ({"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}, "samples while the trainer trains"),
+    ({"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, "--tensor-parallel-size"),
     ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
     ({"max_staleness": -1}, "max_staleness=-1 must be a whole number of at least 0"),
     ({"max_staleness": 1.5}, "max_staleness=1.5"),
@@ -237,7 +247,7 @@ def test_the_number_of_a_device_is_answered_with_its_name():
 def test_settings_of_the_right_type_are_kept():
     args = config(
         engine="vllm", deterministic=False, dry_run=True, drop_zero_variance_groups=True, engine_device=["cpu"],
-        vllm_weights_dir="weights", vllm_python="python3",
+        vllm_server_urls=["http://a"], vllm_weights_dir="weights", vllm_python="python3",
     )  # fmt: skip
     assert (args.deterministic, args.dry_run, args.drop_zero_variance_groups) == (False, True, True)
     assert (args.engine_device, args.vllm_weights_dir, args.vllm_python) == (

@@ -7,8 +7,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.runs import RunsAhead, build, logged
 from tests.tiny import save_tiny_model
-from trl_a3po.engines.vllm.opening import base_weights
+from trl_a3po.engines.vllm.process.weight_names import base_weights
 from trl_a3po.models.replica import build_replica, load_update, named_weights
+from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.publish.local_policy import probe_logps
 from trl_a3po.publish.quantised import is_quantised, prevent_repacking
@@ -92,13 +93,14 @@ def test_a_trained_output_layer_is_checked_in_the_dtype_it_is_trained_in(model_p
     assert max(logged(trainer, "a3po/delivery/gap")) < 0.05
 
 
-def test_a_server_of_the_trainers_own_gets_the_base_dequantised_under_its_plain_names(model_path):
+def test_vllm_in_a_process_of_the_trainer_gets_the_base_dequantised_under_its_plain_names(model_path):
     config = BitsAndBytesConfig(**FOUR_BITS)
     base = AutoModelForCausalLM.from_pretrained(model_path, quantization_config=config, dtype=torch.float32)
     model = get_peft_model(base, adapter())
     spec = policy_spec(model, torch.float32)
     plain = AutoModelForCausalLM.from_config(spec.config, dtype=torch.float32)
-    load_update(plain, base_weights(spec, collect_weights(model, 0, complete=True)))
+    published = collect_weights(model, 0, complete=True)
+    load_update(plain, WeightUpdate(0, dict(base_weights(published.tensors, {}))))
     prevent_repacking(model)
     with model.disable_adapter():
         expected = probe_logps(model, PROMPTS, COMPLETIONS, 1.0)

@@ -25,6 +25,7 @@ from trl_a3po.publish.adapter_or_merged import publishes_merged
 from trl_a3po.session import build_engine, build_episodes, build_queue, build_scorer
 
 VLLM = {"engine": "vllm"}
+VLLM_SERVERS = {"engine": "vllm", "vllm_server_urls": ["http://127.0.0.1:8000"]}
 WORKERS = {"reward_workers": 1, "reward_timeout": 5.0}
 CASES = {  # setting -> (two values, the settings that go with them)
     "max_staleness": (4, 1, {}),
@@ -46,10 +47,10 @@ CASES = {  # setting -> (two values, the settings that go with them)
     "engine_max_prompt_tokens": (8, 16, {"deterministic": True}),
     "lora_sync": ("adapter", "merged", {}),
     "vllm_server_urls": (None, ["http://127.0.0.1:8000"], VLLM),
-    "vllm_weight_transfer": ("auto", "disk", VLLM),
-    "vllm_weights_dir": (None, "weights", VLLM),
+    "vllm_weight_transfer": ("auto", "disk", VLLM_SERVERS),
+    "vllm_weights_dir": (None, "weights", VLLM_SERVERS),
     "vllm_python": (None, "python3", VLLM),
-    "vllm_outage_timeout": (120.0, 60.0, VLLM),
+    "vllm_outage_timeout": (120.0, 60.0, VLLM_SERVERS),
     "tool_timeout": (None, 5.0, {}),
     "episode_timeout": (None, 5.0, {}),
     "tool_threads": (64, 2, {}),

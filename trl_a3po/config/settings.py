@@ -164,11 +164,11 @@ class VLLMSettings:
             "trainer on each of engine_device."
         },
     )
-    vllm_weight_transfer: Literal["auto", "disk", "nccl", "ipc"] = field(
+    vllm_weight_transfer: Literal["auto", "disk", "nccl"] = field(
         default="auto",
         metadata={
             "help": "How whole weights reach the vLLM servers of vllm_server_urls: 'disk', 'nccl' (from the trainer's "
-            "GPU to other GPUs), 'ipc' (CUDA IPC, on the trainer's own GPU), or 'auto', which takes NCCL or CUDA IPC "
+            "GPU to other GPUs), or 'auto', which takes NCCL "
             "if the servers were started for it and it is possible, and the disk otherwise. An adapter always goes "
             "by disk."
         },

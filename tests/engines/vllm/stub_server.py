@@ -4,10 +4,8 @@ It samples arbitrary tokens, one each `step` seconds. The log-prob of a token sa
 whose first number is `w` give `logp_of(w)`. Faults of a real server can be switched on.
 """
 
-import base64
 import contextlib
 import json
-import pickle
 import socket
 import threading
 import time
@@ -53,8 +51,6 @@ class StubServer:
         self.calls: list[str] = []
         self.adapters: dict[str, float] = {}
         self.weight = -1.0
-        self.arriving: dict | None = None  # tensors of a weight update that has begun
-        self.arrivals = 0  # calls that brought some
         self.tokens = 0
         self.bodies: list[dict] = []
         self.changes = changes
@@ -98,7 +94,7 @@ class StubServer:
             "lora_config": {"max_lora_rank": 16, "max_loras": 8} if self.lora else None,
             "weight_transfer_config": {"backend": self.changes["backend"]} if "backend" in self.changes else None,
         }
-        environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True, "VLLM_ALLOW_INSECURE_SERIALIZATION": True}
+        environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True}
         environment["VLLM_BATCH_INVARIANT"] = False
         for name, value in self.changes.items():
             for section in (*(s for s in config.values() if s), environment):
@@ -148,33 +144,6 @@ class StubServer:
             return 200, "Success"
         if path == "/v1/unload_lora_adapter":
             return (200, "Success") if self.adapters.pop(body["lora_name"], None) is not None else (404, "not found")
-        return self.update(path, body)
-
-    def update(self, path: str, body: dict) -> tuple[int, object]:
-        """Weights whose handles are the tensors themselves, as the backend "ipc" takes them."""
-        if path == "/init_weight_transfer_engine":
-            return (200, {}) if "init_info" in body else (400, "Missing 'init_info' in request body")
-        if path == "/start_weight_update":
-            self.arriving = {}
-            return 200, {}
-        if path == "/update_weights":
-            told = body["update_info"]
-            handles = pickle.loads(base64.b64decode(told["ipc_handles_pickled"]))
-            gpu = self.changes.get("gpu", "GPU-1")
-            if gpu not in handles[0]:
-                return 500, f"IPC handle not found for GPU UUID {gpu}."
-            for name, dtype, shape, handle in zip(
-                told["names"], told["dtype_names"], told["shapes"], handles, strict=True
-            ):
-                (tensor,) = handle[gpu]
-                assert str(tensor.dtype) == f"torch.{dtype}" and list(tensor.shape) == shape
-                self.arriving[name] = tensor
-            self.arrivals += 1
-            return 200, {}
-        if path == "/finish_weight_update":
-            self.weight = self.arriving[min(self.arriving)].flatten()[0].item()
-            self.arriving = None
-            return 200, {}
         return 404, "not found"
 
     def weight_of(self, model: str) -> float | None:

@@ -1,21 +1,18 @@
 """Training on real vLLM servers: what they say of each token is true, and the delivery check sees what goes wrong."""
 
-import os
-import signal
 import time
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from tests.engines.vllm.real_runs import STALENESS, TEMPERATURE, CheckingTrainer, trainer_of
-from tests.workers.processes import is_gone, until
+from tests.workers.processes import until
 from trl_a3po.engines.vllm.completions import completion_body
 from trl_a3po.engines.vllm.noise import noise_seed
 from trl_a3po.engines.vllm.publishing import AdapterPublishing
 from trl_a3po.engines.vllm.server import Server
-from trl_a3po.engines.vllm.server_process import ServerProcess
 from trl_a3po.engines.vllm.token_chunks import parse_answer
 from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
 from trl_a3po.errors import DeliveryError
@@ -204,44 +201,3 @@ def test_the_check_sees_an_adapter_that_is_never_used(adapted, adapter_server, t
 def test_the_check_sees_another_temperature(adapted, adapter_server, tmp_path):
     with pytest.raises(DeliveryError):
         delivery_check(adapted, adapter_server, tmp_path, temperature=1.0)
-
-
-# --- a server of the trainer's own ----------------------------------------------------------------------------------
-
-
-def test_a_server_started_here_is_stopped_after_a_failure_and_a_stale_tied_head_is_seen(
-    vllm_python, tied_model, tmp_path, monkeypatch
-):
-    """Reloading tied weights, the build for CPUs keeps the old output layer, and says nothing."""
-    pids = []
-    start = ServerProcess._start
-
-    def started(process):
-        popen = start(process)
-        pids.append(popen.pid)
-        return popen
-
-    monkeypatch.setattr(ServerProcess, "_start", started)
-    trainer = trainer_of(tied_model, tmp_path, False, vllm_python=vllm_python, engine_threads=1, engine_slots=8)
-    with pytest.raises(DeliveryError, match="untied copy of lm_head"):
-        trainer.train()
-    assert len(pids) == 1
-    until(lambda: is_gone(pids[0]))
-
-
-def test_a_server_started_here_is_started_again_when_it_is_killed(vllm_python, tied_model, tmp_path):
-    trainer = trainer_of(
-        tied_model, tmp_path, True, vllm_python=vllm_python, engine_threads=1, engine_slots=8, max_steps=5
-    )
-    killed = []
-
-    class Kill(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                killed.append(trainer._session.engine.server_pid)
-                os.killpg(killed[0], signal.SIGKILL)
-
-    trainer.add_callback(Kill())
-    trainer.train()
-    assert trainer.state.global_step == 5 and max(trainer.own) < 1e-3
-    until(lambda: is_gone(killed[0]))

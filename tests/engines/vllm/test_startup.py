@@ -7,7 +7,6 @@ import pytest
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import started
 from trl_a3po.engines.vllm.completions import logprobs_modes
-from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import SamplingSettings
 
@@ -84,21 +83,6 @@ def test_adapters_of_a_run_before_are_unloaded(tmp_path):
     engine = started([server], tmp_path)
     engine.close()
     assert server.adapters == {"mine": 1.0}
-
-
-def test_without_servers_and_without_vllm_the_ways_out_are_named(tmp_path):
-    engine = VLLMEngine([], folder=tmp_path)
-    with pytest.raises(EngineError, match="set vllm_python"):
-        _start(engine)
-
-
-def _start(engine):
-    import torch
-
-    from tests.engines.vllm.stubbed import SAMPLING, policy, update
-    from trl_a3po.publish.collect import policy_spec
-
-    engine.start(policy_spec(policy(False), torch.float32), SAMPLING, update(False, 0, complete=True))
 
 
 @pytest.mark.parametrize(

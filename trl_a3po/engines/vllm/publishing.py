@@ -19,7 +19,6 @@ from functools import partial
 from trl_a3po.engines.vllm.adapter_folders import PREFIX, AdapterFolders
 from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
 from trl_a3po.engines.vllm.every_server import on_every_server
-from trl_a3po.engines.vllm.ipc import IpcTransfer
 from trl_a3po.engines.vllm.nccl import NcclTransfer
 from trl_a3po.engines.vllm.pool import ServerPool
 from trl_a3po.engines.vllm.pooled_server import PooledServer, ServedWeights
@@ -114,7 +113,7 @@ class WeightsPublishing:
         self,
         pool: ServerPool,
         folder: CheckpointFolder,
-        transfer: NcclTransfer | IpcTransfer | None,
+        transfer: NcclTransfer | None,
         *,
         keeps: bool,
         run: str,

@@ -27,7 +27,6 @@ class ServerInfo:
         max_lora_rank, max_loras: of its adapters; 0 without `--enable-lora`.
         loads_adapters: whether adapters can be loaded while it runs.
         transfer: backend of its `--weight-transfer-config`, or `None`.
-        reads_handles: whether it takes the pickled handles of CUDA IPC.
         batch_invariant: whether a sequence's bits do not depend on what else it decodes.
         stream_interval: tokens of one event of a stream.
         dev_mode: whether it has the endpoints that `VLLM_SERVER_DEV_MODE=1` opens; without them most of the above is
@@ -44,7 +43,6 @@ class ServerInfo:
     max_loras: int = 0
     loads_adapters: bool = False
     transfer: str | None = None
-    reads_handles: bool = False
     batch_invariant: bool = False
     stream_interval: int = 1
     dev_mode: bool = False
@@ -148,7 +146,6 @@ def _configured(info: Mapping[str, Any]) -> dict[str, Any]:
             "max_loras": lora.get("max_loras", 0),
             "loads_adapters": bool(environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")),
             "transfer": transfer.get("backend"),
-            "reads_handles": bool(environment.get("VLLM_ALLOW_INSECURE_SERIALIZATION")),
             # On a CPU the variable is read, and changes nothing.
             "batch_invariant": bool(environment.get("VLLM_BATCH_INVARIANT")) and device != "cpu",
             "serves": str(config["model_config"].get("model", "")),

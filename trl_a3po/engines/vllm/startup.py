@@ -103,9 +103,8 @@ def server_arguments(requirements: ServerRequirements) -> list[str]:
 def server_environment(requirements: ServerRequirements) -> dict[str, str]:
     """Environment variables that the run needs the server to have."""
     adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if requirements.max_lora_rank else {}
-    handles = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if requirements.transfer == "ipc" else {}
     invariant = {"VLLM_BATCH_INVARIANT": "1"} if requirements.batch_invariant else {}
-    return {"VLLM_SERVER_DEV_MODE": "1", **adapters, **handles, **invariant}
+    return {"VLLM_SERVER_DEV_MODE": "1", **adapters, **invariant}
 
 
 def _version(info: ServerInfo) -> list[str]:
@@ -166,8 +165,6 @@ def _settings(info: ServerInfo, requirements: ServerRequirements) -> list[str]:
         )
     if requirements.transfer and info.transfer != requirements.transfer:
         missing.append(f"its --weight-transfer-config has the backend {info.transfer}, not {requirements.transfer}")
-    if requirements.transfer == "ipc" and not info.reads_handles:
-        missing.append("it reads no handles of CUDA IPC, which VLLM_ALLOW_INSECURE_SERIALIZATION=1 allows")
     return missing
 
 

@@ -28,7 +28,6 @@ from trl_a3po.engines.vllm.adapter_support import adapter_obstacle
 from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
 from trl_a3po.engines.vllm.folders import EngineFolder
 from trl_a3po.engines.vllm.http import ConnectionFault, HttpFault, StatusFault
-from trl_a3po.engines.vllm.ipc import IpcTransfer
 from trl_a3po.engines.vllm.nccl import NcclTransfer
 from trl_a3po.engines.vllm.opening import await_servers, server_requirements
 from trl_a3po.engines.vllm.pool import ServerPool
@@ -62,8 +61,8 @@ class VLLMEngine:
         folder: where weights are written for the servers to read; each engine makes a folder of its own in it.
         kv_on_publish: what happens to rollouts in flight when weights change.
         kept_versions: adapters that stay loaded, `max_staleness + 2`.
-        transfer: how whole weights reach the servers: "disk"; "nccl", from GPU to GPU; "ipc", within one GPU; or
-            "auto", which takes one of these two where it can (`weight_route.py`).
+        transfer: how whole weights reach the servers: "disk"; "nccl", from GPU to GPU; or "auto", which takes
+            that where it can (`weight_route.py`).
         trainer_device: where the weights are; NCCL and CUDA IPC take them from there.
         deterministic: what is sampled depends on the seed, the request and the weights alone, not on what else a
             server decodes. Needs `VLLM_BATCH_INVARIANT=1` there, on a GPU of compute capability 8.0 or higher, and
@@ -126,7 +125,7 @@ class VLLMEngine:
             max_prompt_tokens=self._max_prompt_tokens,
             kept_versions=self._kept_versions,
             # An adapter goes by disk.
-            transfer=self._transfer if spec.peft_config is None and self._transfer in ("nccl", "ipc") else None,
+            transfer=self._transfer if spec.peft_config is None and self._transfer == "nccl" else None,
             deterministic=self._deterministic,
         )
         self._folder.make()
@@ -252,7 +251,7 @@ class VLLMEngine:
     def _serve(
         self, spec: PolicySpec, sampling: SamplingSettings, servers: list[tuple[Server, ServerInfo]]
     ) -> _Serving:
-        transfer: NcclTransfer | IpcTransfer | None = None
+        transfer: NcclTransfer | None = None
         if spec.peft_config is None:
             urls, found = [server.url for server, _ in servers], [info for _, info in servers]
             transfer = weight_transfer(self._transfer, self._trainer_device, urls, found)

@@ -1,0 +1,82 @@
+"""Training with vLLM in a process of the trainer: the delivery check passes, and a worker that dies is replaced."""
+
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.engines.vllm import stubbed
+from tests.engines.vllm.real_runs import trainer_of
+from tests.engines.vllm.real_vllm import vllm_python
+from tests.engines.vllm.stubbed import stub_vllm_on_path
+from tests.runs import build, logged
+from tests.tiny import save_tiny_model
+from tests.workers.processes import is_gone, until
+from trl_a3po.engines.vllm.process.vllm_worker_engine import VLLMWorkerEngine
+from trl_a3po.errors import EngineError
+from trl_a3po.publish.collect import policy_spec
+
+SETTINGS = {"engine": "vllm", "engine_threads": 1, "engine_slots": 8}
+
+
+def test_trls_colocated_vllm_trains_and_passes_the_delivery_check(tmp_path):
+    with stub_vllm_on_path():
+        colocated = {"engine": "transformers", "use_vllm": True, "vllm_mode": "colocate", "engine_threads": 1}
+        trainer = build(save_tiny_model(tmp_path / "model"), tmp_path, **colocated, delivery_check_steps=1)
+        trainer.train()
+    assert max(logged(trainer, "a3po/delivery/gap")) < 1e-4
+
+
+def test_an_interpreter_without_vllm_is_reported_with_the_ways_out():
+    model = stubbed.policy(lora=False)
+    engine = VLLMWorkerEngine(slots=1, python=None)
+    with pytest.raises(EngineError, match="set vllm_python"):
+        engine.start(policy_spec(model, torch.float32), stubbed.SAMPLING, stubbed.update(False, 0, complete=True))
+    engine.close()
+
+
+def test_a_version_of_vllm_that_cannot_be_driven_is_named(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '0.21.3'")
+    monkeypatch.syspath_prepend(tmp_path)
+    model = stubbed.policy(lora=False)
+    engine = VLLMWorkerEngine(slots=1, python=sys.executable)
+    with pytest.raises(EngineError, match=r"vLLM 0\.22 to 0\.31 .* this one is 0\.21\.3"):
+        engine.start(policy_spec(model, torch.float32), stubbed.SAMPLING, stubbed.update(False, 0, complete=True))
+
+
+# --- on a real vLLM -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    from recipes.smollm2 import smollm2_path
+
+    return smollm2_path()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("lora", [True, False], ids=["adapter", "whole, tied"])
+def test_a_real_vllm_stamps_every_token_with_its_version_and_is_started_again(model, tmp_path, lora):
+    settings = SETTINGS | {"vllm_python": vllm_python(), "max_steps": 4, "kv_on_publish": "recompute"}
+    trainer = trainer_of(model, tmp_path, lora, **settings)
+    killed = []
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                engine = trainer._session.engine
+                assert isinstance(engine, VLLMWorkerEngine)
+                killed.append(engine.worker_pid)
+                os.kill(killed[0], signal.SIGKILL)
+
+    trainer.add_callback(Kill())
+    trainer.train()
+    assert trainer.state.global_step == 4 and max(trainer.own) < 1e-3
+    gaps = [entry["a3po/delivery/gap"] for entry in trainer.state.log_history if "a3po/delivery/gap" in entry]
+    assert gaps and max(gaps) < 1e-3
+    until(lambda: is_gone(killed[0]))
