@@ -11,7 +11,7 @@ Other models, other schedules:
     python recipes/quickstart.py --model Qwen/Qwen2.5-0.5B-Instruct     # where a hub is reachable; a GPU is used
     python recipes/quickstart.py --schedule sync                        # the same work without running ahead
     python recipes/quickstart.py --packed_forward off                   # padded, as in TRL: compare the time of a step
-    python recipes/quickstart.py --engine vllm                          # a vLLM server, started and stopped with it
+    python recipes/quickstart.py --engine vllm                          # vLLM, in a process of the trainer
     python recipes/quickstart.py --engine vllm --vllm_server_urls http://localhost:8000
 """
 
@@ -58,7 +58,7 @@ def parse_arguments():
     parser.add_argument("--packed_forward", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--engine", default="transformers", choices=["transformers", "vllm"])
     parser.add_argument("--engine_device", help="such as cuda:1; by default the trainer's")
-    parser.add_argument("--vllm_server_urls", nargs="+", help="running servers; by default one is started")
+    parser.add_argument("--vllm_server_urls", nargs="+", help="running servers; by default a process of its own")
     parser.add_argument("--vllm_python", help="interpreter of an environment with vLLM; by default this one")
     parser.add_argument("--output_dir", default="outputs/quickstart")
     return parser.parse_args()

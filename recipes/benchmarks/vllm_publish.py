@@ -1,13 +1,13 @@
-"""Training with engine="vllm": what a publish costs with each transfer, and how long the parts of a step take.
+"""Training with engine="vllm": what a publish costs, and how long the parts of a step take.
 
-    python recipes/benchmarks/vllm_publish.py --arms nccl disk lora grpo      # on 2 GPUs: one trains, one generates
-    python recipes/benchmarks/vllm_publish.py --arms ipc disk:1 lora:1 grpo:1 # on 1 GPU, for both
-    python recipes/benchmarks/vllm_publish.py --shape small --cpu --arms disk lora --vllm_python PYTHON   # to try it
+    python recipes/benchmarks/vllm_publish.py                                 # on 2 GPUs: one trains, one generates
+    python recipes/benchmarks/vllm_publish.py --arms whole:1 lora:1 grpo:1    # on 1 GPU, for both
+    python recipes/benchmarks/vllm_publish.py --shape small --cpu --arms whole lora --vllm_python PYTHON  # to try it
 
-`nccl`, `ipc` and `disk` send whole weights, `lora` a rank-16 adapter; `grpo` is GRPOTrainer with the same server, and
-`grpo:1` with vLLM in its own process (`vllm_mode="colocate"`). Random weights of the shape, bf16, completions of equal
-length. Each arm runs in a separate process, with a timeout, and starts its own server; for an arm that times out, the
-report holds the steps measured before that.
+`whole` publishes whole weights, `lora` a rank-16 adapter; `grpo` is GRPOTrainer with a server that it sends weights to
+over NCCL, and `grpo:1` with vLLM in its own process (`vllm_mode="colocate"`). Random weights of the shape, bf16,
+completions of equal length. Each arm runs in a separate process, with a timeout; for an arm that times out, the report
+holds the steps measured before that.
 
 `step`, `wait` (for a batch) and `publish` are seconds; `tokens/s` are sampled tokens over the seconds of a step,
 `engine tokens/s` over those in which the engine had any to sample. `trainer idle` is the share of a step that is
@@ -28,13 +28,13 @@ from many_gpus import SHAPES, random_model, word_tokenizer
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 COLUMNS = ("step", "wait", "publish", "GB/s", "tokens/s", "engine tokens/s", "trainer idle", "engine blocked")
-WAYS = ("nccl", "ipc", "disk", "lora", "grpo")
+WAYS = ("whole", "lora", "grpo")
 WARM = 3  # steps that are not measured
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, arms=["nccl", "disk", "lora", "grpo"], timeout=280.0, json="vllm_publish.json")
+    add_arguments(parser, arms=["whole", "lora", "grpo"], timeout=280.0, json="vllm_publish.json")
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--completions", type=int, default=64, help="completions an optimizer step")
     parser.add_argument("--micro_batch", type=int, default=16)
@@ -44,7 +44,6 @@ def parse_arguments():
     parser.add_argument("--kv_on_publish", default="keep")
     parser.add_argument("--cpu", action="store_true", help="to try the script")
     parser.add_argument("--vllm_python", default=sys.executable)
-    parser.add_argument("--weights_dir", default="/dev/shm", help="each arm gets a folder in it, for weights by disk")
     arguments = parser.parse_args()
     for arm in arguments.arms:
         if arm.removesuffix(":1") not in WAYS:
@@ -94,8 +93,6 @@ def train_a3po(arguments, way: str, one_gpu: bool) -> dict[str, float]:
         engine_dtype="float32" if arguments.cpu else "bfloat16",
         kv_on_publish=arguments.kv_on_publish,
         vllm_python=arguments.vllm_python,
-        vllm_weight_transfer=way if way in ("nccl", "ipc") else "disk",
-        vllm_weights_dir=str(Path(arguments.folder) / "weights"),
         vllm_gpu_memory_utilization=0.4,
     )
     trainer = A3POTrainer(
@@ -208,7 +205,6 @@ def serving(arguments, folder: Path, context: int) -> Iterator[str]:
     log = folder.parent / "server.log"
     gpu, port = torch.device("cuda:1"), get_free_port()
     server = ServerProcess(arguments.vllm_python, requirements, gpu, log, threads=None, max_restarts=0, port=port)
-    server.start()
     try:
         server.wait_until_ready(arguments.timeout)
         yield server.server.url
@@ -230,7 +226,7 @@ def timed(function, seconds: list[float]):
 
 def train(arguments) -> None:
     way, _, gpus = arguments.arm.partition(":")
-    one_gpu = gpus == "1" or way == "ipc"
+    one_gpu = gpus == "1"
     end_arm(arguments, train_grpo(arguments, one_gpu) if way == "grpo" else train_a3po(arguments, way, one_gpu))
 
 
@@ -238,7 +234,7 @@ def main():
     arguments = parse_arguments()
     if arguments.arm:
         train(arguments)
-    run_arms(arguments, COLUMNS, folders=arguments.weights_dir)
+    run_arms(arguments, COLUMNS)
 
 
 if __name__ == "__main__":

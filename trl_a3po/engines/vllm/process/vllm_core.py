@@ -205,13 +205,13 @@ def _register_loader(weights: Weights) -> None:
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    class StagedWeights(BaseModelLoader):  # type: ignore[misc]
+    class StagedWeights(BaseModelLoader):  # type: ignore[misc]  # mypy does not see vLLM
         def download_model(self, model_config: Any) -> None:
             pass
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             expected = {name for name, _ in model.named_parameters()}
-            loaded = model.load_weights(weights())  # type: ignore[operator]
+            loaded = model.load_weights(weights())  # type: ignore[operator]  # a method of vLLM's models
             if loaded is not None and (missing := expected - loaded):
                 raise RuntimeError(f"vLLM's model has weights that the policy does not have: {sorted(missing)[:3]}.")
 

@@ -14,7 +14,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from trl_a3po.engines.requests import check_request, check_scored
 from trl_a3po.engines.vllm.noise import noise_seed
@@ -55,7 +55,7 @@ class _Rollout:
     token_ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    finish: str | None = None
+    finish: Literal["stop", "length"] = "length"
 
 
 class VLLMDecoder:
@@ -204,19 +204,19 @@ class VLLMDecoder:
         self.tokens += len(output.token_ids)
         if output.finish is not None:
             del self._running[output.key]
-            rollout.finish = output.finish
-            self._ended(rollout)
+            self._ended(rollout, output.finish)
 
-    def _ended(self, rollout: _Rollout) -> None:
+    def _ended(self, rollout: _Rollout, finish: str) -> None:
         group, length = rollout.group, len(rollout.token_ids)
-        cut = rollout.finish == "length" and length < group.sampling.max_new_tokens
-        if cut or rollout.finish not in ("stop", "length"):
-            self._fail(group, f"vLLM ended a completion after {length} tokens, by {rollout.finish!r}.")
+        if finish == "stop":
+            rollout.finish = "stop"
+        elif finish != "length" or length < group.sampling.max_new_tokens:
+            self._fail(group, f"vLLM ended a completion after {length} tokens, by {finish!r}.")
             return
         group.unfinished -= 1
         if group.unfinished == 0:
             try:
-                rollouts = [Rollout(r.token_ids, r.logps, r.versions, r.finish) for r in group.rollouts]  # type: ignore[arg-type]
+                rollouts = [Rollout(r.token_ids, r.logps, r.versions, r.finish) for r in group.rollouts]
             except ValueError as error:
                 self._fail(group, str(error))
                 return
