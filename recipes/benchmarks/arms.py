@@ -44,7 +44,7 @@ def run_arms(
     """Run each of `arguments.arms` in turn and print its `columns`.
 
     Args:
-        processes: number of processes of an arm.
+        processes: number of processes of an arm; 0 for one process without `torchrun`.
         environment: environment variables for the processes of an arm; the function may write into their folder.
         folders: where the folder of an arm is created, which is removed after it; by default where temporary files
         are.
@@ -69,18 +69,18 @@ def run_arms(
 def _launch(arm: str, timeout: float, processes: int, environment: Mapping[str, str], folder: Path) -> str | None:
     """Run an arm. Returns why it has no result, with the end of its output; `None` if it has a result."""
     # Also for a single process: the Trainer would otherwise use every visible GPU.
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
-    command += [*sys.argv, "--arm", arm, "--folder", str(folder)]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"] if processes else []
+    command = [sys.executable, *launcher, *sys.argv, "--arm", arm, "--folder", str(folder)]
     why = "failed"
     with (folder / OUTPUT).open("wb") as output:
-        launcher = subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=output)
+        running = subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=output)
         try:
-            launcher.wait(timeout)
+            running.wait(timeout)
         except subprocess.TimeoutExpired:
             why = f"took more than {timeout:.0f} s"
         finally:
             text = (folder / OUTPUT).read_text(errors="replace")  # before the launcher reports that it was terminated
-            _end(launcher)
+            _end(running)
     if (folder / RESULT).is_file():
         return None
     return f"{why}; its output ends with:\n{text[-_OUTPUT_SHOWN:].strip()}"

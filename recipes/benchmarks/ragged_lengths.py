@@ -1,0 +1,289 @@
+"""Completions that end by themselves, few of them late: GRPOTrainer, AsyncGRPOTrainer and A3POTrainer on one workload.
+
+    python recipes/benchmarks/ragged_lengths.py                                      # two GPUs, a 0.6B shape
+    python recipes/benchmarks/ragged_lengths.py --arms grpo:1 a3po:1 --lengths equal # one GPU for both
+    python recipes/benchmarks/ragged_lengths.py --shape tiny --cpu --arms a3po:transformers --tokens 32
+
+Random weights with a vocabulary of 512 tokens, one of which ends a completion: lengths are geometric, with a mean of
+about 450 tokens, and cut at `--tokens`. With `--lengths equal`, every completion has `--tokens` tokens. The first GPU
+trains and the second one generates, with vLLM; the option `:1` lets both share the first one.
+
+`grpo` is GRPOTrainer with a vLLM server (`:1`: colocated). `async_grpo` is TRL's AsyncGRPOTrainer with a server; it
+loads FlashAttention 3 from the Hub, and `torch`'s own kernel takes its place here. `a3po` has the options `recompute`
+(the proximal policy by a forward), `transformers` (the engine), and `generation`, which skips training, so that its
+step is the time that generation and publishing need. The `bound` of an arm `a3po` is that time, or what the arm spends
+on training and publishing if that is more: no schedule can be faster.
+
+`step`, `wait` (for a batch), `publish` and `train` (the rest) are seconds per optimizer step, `tokens/s` are trained
+completion tokens.
+"""
+
+import argparse
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from arms import add_arguments, end_arm, first_token_reward, mean, prompts, run_arms, step_clock, step_notes
+from many_gpus import SHAPES, random_model, word_tokenizer
+from vllm_publish import serving, timed
+
+COLUMNS = ("step", "wait", "publish", "publish max", "train", "tokens/s", "length", "trainer idle")
+WARM = 3  # steps that are not measured
+OPTIONS = {"grpo": {"1"}, "async_grpo": set(), "a3po": {"1", "recompute", "transformers", "generation"}}
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arms = ["a3po", "a3po:generation", "a3po:recompute", "grpo", "async_grpo", "a3po:transformers"]
+    add_arguments(parser, arms=arms, timeout=240.0, json="ragged_lengths.json")
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--lengths", choices=("ragged", "equal"), default="ragged")
+    parser.add_argument("--completions", type=int, default=64, help="completions an optimizer step")
+    parser.add_argument("--micro_batch", type=int, default=16)
+    parser.add_argument("--prompt_tokens", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a completion, at most")
+    parser.add_argument("--max_staleness", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12, help="measured steps")
+    parser.add_argument("--cpu", action="store_true", help="to try the script")
+    parser.add_argument("--vllm_python", default=sys.executable)
+    parser.add_argument("--weights_dir", default="/dev/shm", help="each arm gets a folder in it")
+    arguments = parser.parse_args()
+    for arm in arguments.arms:
+        way, *options = arm.split(":")
+        if way not in OPTIONS or not set(options) <= OPTIONS[way]:
+            parser.error(f"the arm {arm!r} is not known: give one of {OPTIONS}, options after colons")
+    return arguments
+
+
+# --- the process of an arm ----------------------------------------------------------------------------------------
+
+
+def common(arguments) -> dict:
+    """Settings that the three configurations share."""
+    return {
+        "output_dir": str(Path(arguments.folder) / "run"),
+        "per_device_train_batch_size": arguments.micro_batch,
+        "gradient_accumulation_steps": arguments.completions // arguments.micro_batch,
+        "num_generations": 8,
+        "max_completion_length": arguments.tokens,
+        "max_steps": arguments.steps + WARM,
+        "learning_rate": 1e-6,
+        "gradient_checkpointing": False,
+        "bf16": not arguments.cpu,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def policy(arguments):
+    tokenizer = word_tokenizer(512)
+    dtype = torch.float32 if arguments.cpu else torch.bfloat16
+    return tokenizer, random_model(arguments.shape, len(tokenizer), dtype, False)
+
+
+def lengths_of(arguments) -> dict:
+    return {"generation_kwargs": {"min_new_tokens": arguments.tokens}} if arguments.lengths == "equal" else {}
+
+
+def numbers(steps: list[float], waits: list[float], publishes: list[float], tokens: list[float]) -> dict[str, float]:
+    """Of the measured steps, from the seconds and trained tokens of each step."""
+    steps, waits, publishes, tokens = (values[WARM:] for values in (steps, waits, publishes, tokens))
+    count = min(map(len, (steps, waits, publishes, tokens)))
+    step, wait, publish = mean(steps), mean(waits), mean(publishes)
+    return {
+        "steps": count,
+        "step": step,
+        "wait": wait,
+        "publish": publish,
+        "publish max": max(publishes),
+        "train": step - wait - publish,
+        "tokens/s": mean(tokens) / step,
+        "trainer idle": wait / step,
+    }
+
+
+def train_a3po(arguments, options: set[str]) -> dict[str, float]:
+    from trl_a3po import A3POConfig, A3POTrainer
+
+    class GenerationOnly(A3POTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            self._prepare_inputs(inputs)
+            self._step += 1
+            return torch.zeros((), device=self.accelerator.device)
+
+    (tokenizer, model), steps = policy(arguments), []
+    engine = "transformers" if "transformers" in options else "vllm"
+    args = A3POConfig(
+        **common(arguments),
+        **lengths_of(arguments),
+        use_cpu=arguments.cpu,
+        max_staleness=arguments.max_staleness,
+        proximal_method="recompute" if "recompute" in options else "loglinear",
+        engine=engine,
+        engine_device="cpu" if arguments.cpu else "cuda:0" if "1" in options else "cuda:1",
+        engine_dtype="float32" if arguments.cpu else "bfloat16",
+        engine_max_prompt_tokens=2 * arguments.prompt_tokens,  # some words are two tokens
+        log_all_metrics=True,
+        **({"vllm_python": arguments.vllm_python, "vllm_gpu_memory_utilization": 0.4} if engine == "vllm" else {}),
+    )
+    trainer = (GenerationOnly if "generation" in options else A3POTrainer)(
+        model,
+        first_token_reward,
+        args=args,
+        train_dataset=prompts(arguments.prompt_tokens, len(tokenizer)),
+        processing_class=tokenizer,
+        callbacks=[step_clock(steps)],
+    )
+
+    def measured() -> dict[str, float]:
+        history = [entry for entry in trainer.state.log_history if "a3po/time/wait" in entry]
+        lengths = [entry["completions/mean_length"] for entry in history]
+        return numbers(
+            steps,
+            [entry["a3po/time/wait"] for entry in history],
+            [entry["a3po/time/publish"] for entry in history],
+            [length * arguments.completions for length in lengths],
+        ) | {
+            "length": mean(lengths[WARM:]),
+            "engine tokens/s": history[-1]["a3po/engine/tokens_per_second"],
+            "engine blocked": mean(entry["a3po/time/blocked"] for entry in history[WARM:]),
+            "engine start": trainer.state.log_history[0]["a3po/time/engine_start"],
+        }
+
+    trainer.add_callback(step_notes(arguments, WARM, measured))
+    trainer.train()
+    return measured()
+
+
+def saved_policy(arguments):
+    """The tokenizer, the model, and the folder that a server loads them from."""
+    tokenizer, model = policy(arguments)
+    folder = Path(arguments.folder) / "model"
+    model.save_pretrained(folder)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    model.name_or_path = str(folder)
+    return tokenizer, model, folder
+
+
+def train_grpo(arguments, options: set[str]) -> dict[str, float]:
+    """GRPOTrainer with vLLM. Wrappers around its methods measure the time."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    (tokenizer, model, folder), steps, syncs, generations = saved_policy(arguments), [], [], []
+    context = 2 * arguments.prompt_tokens + arguments.tokens
+    equal = {"generation_kwargs": {"ignore_eos": True}} if arguments.lengths == "equal" else {}
+
+    def measured() -> dict[str, float]:
+        lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history]
+        tokens = [length * arguments.completions for length in lengths]
+        return numbers(steps, generations, syncs, tokens) | {"length": mean(lengths[WARM:])}
+
+    with nullcontext() if "1" in options else serving(arguments, folder, context) as url:
+        args = GRPOConfig(
+            **common(arguments),
+            **equal,
+            use_vllm=True,
+            vllm_mode="colocate" if "1" in options else "server",
+            vllm_server_base_url=url,
+            vllm_gpu_memory_utilization=0.4,
+            vllm_max_model_length=context,
+        )
+        trainer = GRPOTrainer(
+            model,
+            first_token_reward,
+            args=args,
+            train_dataset=prompts(arguments.prompt_tokens, len(tokenizer)),
+            processing_class=tokenizer,
+            callbacks=[step_clock(steps), step_notes(arguments, WARM, measured)],
+        )
+        generation = trainer.vllm_generation
+        generation.sync_weights = timed(generation.sync_weights, syncs)
+        generation.generate = timed(generation.generate, generations)
+        trainer.train()
+    return measured()
+
+
+def train_async_grpo(arguments, options: set[str]) -> dict[str, float]:
+    """TRL's AsyncGRPOTrainer. A sample may be a row of several; with one turn, it is a completion."""
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
+
+    class Kernel:
+        """`flash_attn_varlen_func` of FlashAttention, by `torch`'s kernel."""
+
+        @staticmethod
+        def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size):
+            lengths = cu_q, cu_k, int(max_q), int(max_k)
+            attend = torch.ops.aten._flash_attention_forward
+            return attend(q, k, v, *lengths, 0.0, causal, False, scale=softmax_scale)[0]
+
+    packing._flash_attn = lambda: Kernel
+    (tokenizer, _, folder), steps, syncs = saved_policy(arguments), [], []
+    context = 2 * arguments.prompt_tokens + arguments.tokens
+    settings = common(arguments)
+
+    def measured() -> dict[str, float]:
+        history = [entry for entry in trainer.state.log_history if "perf/rollout_wait_s" in entry]
+        waits = [entry["perf/rollout_wait_s"] for entry in history]
+        trained = [entry["sample/trained_tokens_mean"] for entry in history]
+        tokens = [length * arguments.completions for length in trained]
+        return numbers(steps, waits, syncs[1:], tokens) | {"length": mean(trained[WARM:])}
+
+    with serving(arguments, folder, context) as url:
+        args = AsyncGRPOConfig(
+            **settings,
+            dtype="bfloat16",
+            vllm_server_base_url=url,
+            max_staleness=arguments.max_staleness,
+            max_inflight_tasks=arguments.completions * arguments.max_staleness,
+        )
+        args._n_gpu = 1  # the other one is the server's
+        rows = prompts(arguments.prompt_tokens, len(tokenizer))
+        trainer = AsyncGRPOTrainer(
+            str(folder),
+            first_token_reward,
+            args=args,
+            train_dataset=rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}),
+            processing_class=tokenizer,
+            callbacks=[step_clock(steps), step_notes(arguments, WARM, measured)],
+        )
+        trainer._sync_weight = timed(trainer._sync_weight, syncs)
+        trainer.train()
+    return measured()
+
+
+def train(arguments) -> None:
+    way, *options = arguments.arm.split(":")
+    how = {"grpo": train_grpo, "async_grpo": train_async_grpo, "a3po": train_a3po}[way]
+    end_arm(arguments, how(arguments, set(options)))
+
+
+def add_bounds(file: Path) -> None:
+    """Add the bound of each arm to the file, and print it, if generation was measured alone."""
+    report = json.loads(file.read_text())
+    alone = report["arms"].get("a3po:generation", {}).get("step")
+    if alone is None:
+        return
+    for arm, result in report["arms"].items():
+        if arm.startswith("a3po") and arm != "a3po:generation" and "train" in result:
+            result["bound"] = max(alone, result["train"] + result["publish"])
+            print(f"{arm}: step {result['step']:.3f}, bound {result['bound']:.3f}", flush=True)
+    file.write_text(json.dumps(report, indent=1))
+
+
+def main():
+    arguments = parse_arguments()
+    if arguments.arm:
+        train(arguments)
+    # AsyncGRPOTrainer starts a process that must not find itself in a process group.
+    launched = {"processes": lambda arm: 0 if arm == "async_grpo" else 1}
+    run_arms(arguments, COLUMNS, folders=arguments.weights_dir, **launched)
+    add_bounds(Path(arguments.json))
+
+
+if __name__ == "__main__":
+    main()
