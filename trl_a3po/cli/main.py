@@ -1,7 +1,8 @@
-"""The command `trl-a3po`: train from a recipe, describe this machine, draw finished runs.
+"""The command `trl-a3po`: train from a recipe, describe this machine, find what is wrong, draw finished runs.
 
     trl-a3po train recipes/lora_24gb.yaml --learning_rate 2e-5
     trl-a3po env
+    trl-a3po doctor recipes/lora_24gb.yaml
     trl-a3po plot outputs/one outputs/other --output both.png
 
 Guarantees: a setting on the command line overrides the recipe; a run that cannot be drawn ends with one sentence and
@@ -10,7 +11,7 @@ exit code 2.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trl_a3po import __version__
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except SettingsError as error:
             sys.exit(f"trl-a3po train: {error}")
         return
+    if arguments[:1] == ["doctor"] and not {"-h", "--help"} & set(arguments):  # takes the settings of a recipe too
+        sys.exit(_doctor(arguments[1:]))
     parsed = _parser().parse_args(arguments)
     try:
         parsed.run(parsed)
@@ -41,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="train from a recipe: trl-a3po train RECIPE.yaml [--field value …]")
     env = commands.add_parser("env", help="print what a bug report needs: versions, devices, packages")
     env.set_defaults(run=_env)
+    doctor = commands.add_parser("doctor", help="what is wrong with a set-up, or went wrong in a run")
+    doctor.add_argument("what", nargs="+", metavar="RECIPE.yaml [--field value …] | RUN", help="see docs/doctor.md")
     plot = commands.add_parser("plot", help="draw one or several runs in one image")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its trainer_state.json")
     plot.add_argument("--output", type=Path, default=Path("runs.png"), help="image file (default: runs.png)")
@@ -52,6 +57,36 @@ def _env(parsed: argparse.Namespace) -> None:
     from trl_a3po.report.environment import environment
 
     print(environment())
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    """Print the findings. Returns 1 if one of them is a problem, 2 if there is nothing to examine."""
+    path = Path(arguments[0] if arguments else "")
+    before = path.suffix in (".yaml", ".yml")
+    if not arguments or (before and not path.is_file()):
+        print("trl-a3po doctor: give a recipe (.yaml), or the output_dir, a checkpoint or the log of a run.")
+        return 2
+    try:
+        findings: list[str] = []
+        for finding in _findings(path, arguments, before):
+            print(finding, flush=True)
+            findings.append(finding)
+    except (OSError, ValueError) as error:
+        print(f"trl-a3po doctor: {error}")
+        return 2
+    problem = any(finding.startswith("PROBLEM") for finding in findings)
+    print("There is a problem." if problem else "No problem was found.")
+    return int(problem)
+
+
+def _findings(path: Path, arguments: Sequence[str], before: bool) -> Iterable[str]:
+    if before:
+        from trl_a3po.cli.doctor import examine
+
+        return examine(arguments)
+    from trl_a3po.cli.diagnosis import diagnose
+
+    return diagnose(path)
 
 
 def _plot(parsed: argparse.Namespace) -> None:

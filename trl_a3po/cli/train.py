@@ -75,6 +75,16 @@ def run(arguments: Sequence[str]) -> A3POTrainer:
     Raises:
         SettingsError: the arguments are not a valid configuration.
     """
+    script_args, training_args, model_args, folders = parse_command(arguments)
+    return train(script_args, training_args, model_args, folders)
+
+
+def parse_command(arguments: Sequence[str]) -> tuple[A3POScriptArguments, A3POConfig, ModelConfig, list[Path]]:
+    """What `arguments` say, as `run` takes them, and the folders in which to look for the files that they name.
+
+    Raises:
+        SettingsError: the arguments are not a valid configuration.
+    """
     arguments = list(arguments)
     folders = [Path.cwd()]
     if arguments and not arguments[0].startswith("-"):
@@ -85,10 +95,9 @@ def run(arguments: Sequence[str]) -> A3POTrainer:
         folders.insert(0, recipe.resolve().parent)
         arguments = ["--config", str(recipe), *arguments]
     try:
-        script_args, training_args, model_args = _parse(arguments)
+        return (*_parse(arguments), folders)
     except (ValueError, TypeError) as error:  # argparse and dataclasses raise the second for a value of another kind
         raise SettingsError(_readable(str(error))) from error
-    return train(script_args, training_args, model_args, folders)
 
 
 def check_recipe(recipe: Path) -> None:
@@ -105,6 +114,24 @@ def train(
     script_args: A3POScriptArguments, training_args: A3POConfig, model_args: ModelConfig, folders: Sequence[Path]
 ) -> A3POTrainer:
     """Train once. Files that `script_args` names are looked for in `folders`."""
+    trainer = build_trainer(script_args, training_args, model_args, folders)
+    resume = training_args.resume_from_checkpoint
+    trainer.train({"true": True, "false": None}.get(str(resume).lower(), resume))  # a command line passes only text
+    if not training_args.dry_run:
+        trainer.save_model(training_args.output_dir)
+        trainer.save_state()
+        folder = training_args.output_dir
+        trainer.accelerator.print(f"The model and its log are in {folder}; to see the run: trl-a3po plot {folder}")
+        if training_args.push_to_hub:
+            trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    trainer.accelerator.end_training()
+    return trainer
+
+
+def build_trainer(
+    script_args: A3POScriptArguments, training_args: A3POConfig, model_args: ModelConfig, folders: Sequence[Path]
+) -> A3POTrainer:
+    """The trainer of a run. Files that `script_args` names are looked for in `folders`."""
     if model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is not set: name a model, as a folder or on the hub.")
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not model_args.use_peft:
@@ -123,7 +150,7 @@ def train(
         "dtype": model_args.dtype,
         **given,
     }
-    trainer = A3POTrainer(
+    return A3POTrainer(
         model_args.model_name_or_path,
         rewards,
         args=training_args,
@@ -132,17 +159,6 @@ def train(
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
     )
-    resume = training_args.resume_from_checkpoint
-    trainer.train({"true": True, "false": None}.get(str(resume).lower(), resume))  # a command line passes only text
-    if not training_args.dry_run:
-        trainer.save_model(training_args.output_dir)
-        trainer.save_state()
-        folder = training_args.output_dir
-        trainer.accelerator.print(f"The model and its log are in {folder}; to see the run: trl-a3po plot {folder}")
-        if training_args.push_to_hub:
-            trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    trainer.accelerator.end_training()
-    return trainer
 
 
 def _readable(message: str) -> str:

@@ -1,0 +1,162 @@
+"""`trl-a3po doctor`: broken set-ups and broken runs, each with the sentence that helps."""
+
+import json
+
+import pytest
+
+from tests.test_cli import OWN, RECIPE
+from trl_a3po.checkpoints import checkpoint
+from trl_a3po.cli.main import main
+from trl_a3po.cli.smoke import save_smoke_model
+
+BAD = (
+    OWN
+    + """
+import math, time
+
+def raises(completion_ids, **kwargs):
+    raise KeyError("answer")
+
+def too_few(completion_ids, **kwargs):
+    return [0.0]
+
+def infinite(completion_ids, **kwargs):
+    return [math.inf] * len(completion_ids)
+
+def slow(completion_ids, **kwargs):
+    time.sleep(1.5)
+    return [0.0] * len(completion_ids)
+
+def hangs(completion_ids, **kwargs):
+    time.sleep(30)
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("doctor")
+    save_smoke_model(folder / "model")
+    (folder / "own.py").write_text(BAD)
+    (folder / "file").write_text("")
+    text = RECIPE.format(model=folder / "model", output=folder / "out").replace("reward_workers: 1\n", "")
+    (folder / "recipe.yaml").write_text(text + "use_cpu: true\n")
+    (folder / "broken.yaml").write_text("output_dir: [")
+    return folder
+
+
+def doctor(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *map(str, arguments)])
+    return ended.value.code, capsys.readouterr().out
+
+
+def test_a_set_up_that_works_has_no_problem(folder, capsys):
+    code, printed = doctor(capsys, folder / "recipe.yaml")
+    assert code == 0, printed
+    assert "trl-a3po: " in printed and "GiB free" in printed and "optimizer steps stale" in printed
+    assert "rewards: even_tokens scored a group in" in printed
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("--max_stalness 2", "there is no setting 'max_stalness'; is it 'max_staleness'?"),
+        ("--max_staleness -1", "max_staleness=-1 must be"),
+        ("--schedule fixed_lag --num_generations 3", "generation_batch_size"),
+        ("--reward_funcs own.py:nothing", "has no function 'nothing'"),
+        ("--reward_funcs own.py:raises", "KeyError"),
+        ("--reward_funcs own.py:too_few", "4"),
+        ("--reward_funcs own.py:infinite", "inf"),
+        ("--reward_funcs own.py:hangs --reward_timeout 1", "set reward_workers=1 or more and a reward_timeout"),
+        ("--dataset_function own.py:missing", "has no function 'missing'"),
+        ("--model_name_or_path /no/such/model", "/no/such/model"),
+        ("--load_in_4bit true", "set use_peft: true"),
+        ("--engine vllm --vllm_server_urls http://127.0.0.1:9", "could not be reached"),
+        ("--output_dir {folder}/file/out", "cannot be written"),
+        ("--proximal_method reuse --num_iterations 2", "proximal_method='reuse'"),
+    ],
+)
+def test_a_broken_set_up_is_explained(folder, capsys, settings, words):
+    code, printed = doctor(capsys, folder / "recipe.yaml", *settings.format(folder=folder).split())
+    assert code == 1, printed
+    assert words in printed[printed.index("PROBLEM") :]
+
+
+def test_a_recipe_that_is_not_yaml_is_explained(folder, capsys):
+    code, printed = doctor(capsys, folder / "broken.yaml")
+    assert code == 1 and "is not YAML" in printed
+
+
+def test_a_slow_reward_is_a_warning(folder, capsys):
+    code, printed = doctor(capsys, folder / "recipe.yaml", "--reward_funcs", "own.py:slow")
+    assert code == 0 and "WARNING: slow took" in printed and "set reward_workers=" in printed
+
+
+def timeline(folder, *lines, steps=2, end=True, taken=0.1, scoring=0.1, logged=None, outcome="trained"):
+    start = {"kind": "start", "time": 0.0, "run": "r", "version": 0, "resumed": False}
+    spans = []
+    for step in range(steps):
+        spans += [
+            {"kind": "take", "began": step, "ended": step + taken, "version": step},
+            {"kind": "step", "began": step, "ended": step + 1, "version": step + 1},
+            {"kind": "group", "outcome": outcome, "submitted": 1.0, "finished": 1.5, "scored": 1.5 + scoring},
+            {"kind": "log", "logged": {"step": step + 1, "loss": 0.1, **(logged or {})}},
+        ]
+    ends = [{"kind": "end", "time": 9.0}] if end else []
+    text = "\n".join(json.dumps(line) for line in [start, *spans, *lines, *ends])
+    (folder / "timeline.jsonl").write_text(text + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"end": False}, "killed after optimizer step 2"),
+        ({"steps": 0}, "ended before its first optimizer step"),
+        ({"taken": 0.9}, "set-up: "),
+        ({"taken": 0.9, "scoring": 3.0}, "set reward_workers"),
+        ({"logged": {"loss": None}}, "lower learning_rate"),
+        ({"logged": {"frac_reward_zero_std": 1.0}}, "all rewards are equal"),
+        ({"logged": {"a3po/engine/restarts": 2}}, "the engine died 2 times"),
+        ({"logged": {"a3po/reward/timeouts": 3}}, "3 groups had a reward that took longer"),
+        ({"outcome": "rejected: too dull"}, "2 of 2 attempts were rejected: too dull"),
+        ({"outcome": "failed: out of memory"}, "2 of 2 attempts were failed: out of memory"),
+    ],
+)
+def test_a_timeline_says_what_went_wrong(tmp_path, capsys, facts, words):
+    code, printed = doctor(capsys, timeline(tmp_path, **facts))
+    assert words.replace("set-up: ", "goes into sampling: raise max_staleness") in printed
+    assert code == int("PROBLEM" in printed)
+
+
+def test_a_run_without_fault_has_no_finding(tmp_path, capsys):
+    code, printed = doctor(capsys, timeline(tmp_path))
+    assert code == 0 and printed == "No problem was found.\n"
+
+
+def test_checkpoints_are_whole_or_named(tmp_path, capsys):
+    for step in (1, 2):
+        folder = tmp_path / f"checkpoint-{step}"
+        checkpoint.begin(folder)
+        checkpoint.write_json(folder / checkpoint.STATE, {})
+        if step == 1:
+            checkpoint.complete(folder, step)
+    code, printed = doctor(capsys, tmp_path)
+    assert code == 1 and "checkpoint-1 is whole" in printed and "checkpoint-2 has no a3po_complete.json" in printed
+    assert doctor(capsys, tmp_path / "checkpoint-1")[0] == 0
+
+
+def test_the_error_in_what_a_run_printed_comes_with_its_advice(tmp_path, capsys):
+    log = tmp_path / "run.log"
+    log.write_text(
+        "Traceback\ntrl_a3po.errors.StallError: Nothing has happened for 600.0 s (stall_timeout): x.\n  y\n"
+    )
+    code, printed = doctor(capsys, log)
+    assert code == 1 and "PROBLEM: StallError: Nothing has happened" in printed
+    assert "raise the timeout that the message names" in printed
+
+
+def test_nothing_to_examine_is_said(tmp_path, capsys):
+    assert doctor(capsys, tmp_path / "none")[0] == 2
+    assert doctor(capsys, tmp_path / "none.yaml")[0] == 2

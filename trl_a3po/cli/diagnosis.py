@@ -1,0 +1,125 @@
+"""`trl-a3po doctor RUN`: what went wrong in a run, from its timeline, its checkpoints, or the text that it printed.
+
+Guarantees: only reads; each finding is a sentence that says what to set or do.
+"""
+
+import inspect
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import trl_a3po.errors
+from trl_a3po.checkpoints import checkpoint
+from trl_a3po.report.timeline import NAME, read_timeline
+
+ERRORS = {name: kind for name, kind in vars(trl_a3po.errors).items() if isinstance(kind, type)}
+MOSTLY = 0.5  # share of a time or of a number, above which it is named
+
+
+def diagnose(path: Path) -> list[str]:
+    """The findings about a run's folder, a checkpoint, a `timeline.jsonl`, or a file with what a run printed.
+
+    Raises:
+        FileNotFoundError: there is none of these at `path`.
+        ValueError: the timeline is not one.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: give a recipe, a run's output_dir, a checkpoint or a log.")
+    if path.is_file() and path.suffix != ".jsonl":
+        return list(_of_text(path.read_text(encoding="utf-8", errors="replace")))
+    if path.is_dir() and (checkpoint.is_ours(path) or path.name.startswith("checkpoint-")):
+        return list(_of_checkpoints([path]))
+    timeline = path / NAME if path.is_dir() else path
+    findings = list(_of_checkpoints(checkpoint.checkpoints(path))) if path.is_dir() else []
+    return [*findings, *(_of_timeline(read_timeline(timeline)) if timeline.is_file() else ())]
+
+
+def _of_checkpoints(folders: list[Path]) -> Iterator[str]:
+    for folder in folders:
+        problem = checkpoint.why_invalid(folder) or checkpoint.why_damaged(folder)
+        yield f"PROBLEM: {folder} {problem}." if problem else f"{folder} is whole and can be resumed."
+
+
+def _of_text(text: str) -> Iterator[str]:
+    """The last of our errors in `text`, with what its class says to do."""
+    found = list(re.finditer(rf"^(?:\w+\.)*({'|'.join(ERRORS)}): (.*)$", text, re.MULTILINE))
+    if not found:
+        yield "The text holds no error of trl_a3po: give the output of the process that failed first."
+        return
+    name, message = found[-1].groups()
+    advice = " ".join((inspect.getdoc(ERRORS[name]) or "").split("\n\n")[-1].split())
+    yield f"PROBLEM: {name}: {message}"
+    yield f"{name}: {advice}"
+
+
+def _of_timeline(lines: list[dict[str, Any]]) -> Iterator[str]:
+    kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("step", "take", "group", "log")}
+    steps = len(kinds["step"])
+    if lines and lines[-1]["kind"] != "end":
+        yield (
+            f"PROBLEM: the process was killed after optimizer step {steps}, or it is still running: its timeline has "
+            "no end. resume_from_checkpoint=True goes on from its newest checkpoint."
+        )
+    if not steps:
+        yield "PROBLEM: the run ended before its first optimizer step: the error is in what it printed."
+    yield from _of_groups(kinds["group"])
+    yield from _of_waits(kinds["step"], kinds["take"], kinds["group"])
+    yield from _of_logs([line["logged"] for line in kinds["log"] if line.get("logged")])
+
+
+def _of_groups(groups: list[dict[str, Any]]) -> Iterator[str]:
+    outcomes = Counter(str(group.get("outcome")) for group in groups)
+    for kind, advice in (
+        ("failed", "look for the cause in the engine's last output"),
+        ("rejected", "if this is more than you expect, correct the reward functions, on_group or reward_timeout"),
+    ):
+        of_kind = {outcome: count for outcome, count in outcomes.items() if outcome.startswith(f"{kind}: ")}
+        if sum(of_kind.values()) > MOSTLY * len(groups):
+            worst = max(of_kind, key=of_kind.__getitem__)
+            yield f"PROBLEM: {sum(of_kind.values())} of {len(groups)} attempts were {worst}: {advice}."
+
+
+def _of_waits(steps: list[dict[str, Any]], takes: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Iterator[str]:
+    whole, waited = _seconds(steps, "began", "ended"), _seconds(takes, "began", "ended")
+    if not whole or waited < MOSTLY * whole:
+        return
+    sampling, scoring = _seconds(groups, "submitted", "finished"), _seconds(groups, "finished", "scored")
+    if scoring > sampling:
+        advice = "most of a group's time goes into rewards: set reward_workers, or make the reward functions faster"
+    else:
+        advice = (
+            "most of a group's time goes into sampling: raise max_staleness, give the engine a device of its own "
+            "(engine_device), or use engine='vllm'"
+        )
+    yield f"WARNING: the trainer waited for rollouts in {waited / whole:.0%} of its time; {advice}."
+
+
+def _of_logs(logs: list[dict[str, Any]]) -> Iterator[str]:
+    for log in logs:
+        if any(name in log and _is_nan(log[name]) for name in ("loss", "grad_norm")):
+            yield (
+                f"PROBLEM: the loss or the gradient is not a number at step {log.get('step')}: lower learning_rate, "
+                "set max_grad_norm, or train in bfloat16 instead of float16."
+            )
+            break
+    last: dict[str, Any] = logs[-1] if logs else {}
+    if (last.get("frac_reward_zero_std") or 0) > 0.9:
+        yield (
+            "PROBLEM: in most groups all rewards are equal, so that nothing is learned: give partial rewards, use "
+            "easier prompts, raise num_generations, or set drop_zero_variance_groups=True."
+        )
+    if restarts := last.get("a3po/engine/restarts"):
+        yield f"WARNING: the engine died {restarts:g} times and was started again: its output says why."
+    if timeouts := last.get("a3po/reward/timeouts"):
+        yield f"WARNING: {timeouts:g} groups had a reward that took longer than reward_timeout."
+
+
+def _is_nan(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and not math.isfinite(value))  # a timeline writes NaN as null
+
+
+def _seconds(lines: list[dict[str, Any]], began: str, ended: str) -> float:
+    return sum(line[ended] - line[began] for line in lines if line.get(began) and line.get(ended))
