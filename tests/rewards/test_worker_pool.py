@@ -1,10 +1,12 @@
 """Reward functions in processes: what reaches them and comes back, and what is left when one hangs or dies."""
 
 import asyncio
+import itertools
 import logging
 import math
 import os
 import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -162,6 +164,35 @@ def test_the_log_is_sent_to_a_worker_once_and_equals_the_trainers(started):
     assert first > 500_000 and second < 2_000 and third < second + 200 and fourth > 500_000
 
 
+SCRIPT = """
+from concurrent.futures import ProcessPoolExecutor
+from tests.rewards.test_worker_pool import completions, group, state
+from trl_a3po.rewards.worker_pool import RewardWorkers
+
+OFFSET = 3
+
+def check(number):
+    return float(number + OFFSET)
+
+class Checks:
+    def __call__(self, completions, **kwargs):
+        with ProcessPoolExecutor(1) as pool:
+            return list(pool.map(check, range(len(completions))))
+
+if __name__ == "__main__":
+    workers = RewardWorkers([None, Checks()], ["none", "checks"], completions, state, workers=1)
+    workers.start()
+    print([row[1] for row in workers(group()).rewards])
+    workers.close()
+"""
+
+
+def test_a_function_of_a_script_may_hand_the_scripts_functions_to_processes_of_its_own(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ran = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.strip() == "[3.0, 4.0]", ran.stderr
+
+
 # --- what goes wrong ----------------------------------------------------------------------------------------------
 
 
@@ -236,6 +267,15 @@ def test_a_hanging_function_is_killed_its_group_rejected_and_the_next_scored(sta
     assert " in reward\n" in caplog.text  # where it hung
     again = workers(group(target="reward"))
     assert again.rewards[0][0] == 1 and again.rewards[1][0] != hung  # another worker, with the functions as at first
+
+
+def test_a_worker_that_holds_its_interpreter_lock_is_killed_too_and_says_where(started, caplog):
+    def freezes(**kwargs):
+        return max(itertools.repeat(1))
+
+    workers = started(freezes, timeout=0.5)
+    assert workers(group()) == Rejection("reward timeout in 'reward0'") and workers.timeouts == 1
+    assert " in freezes\n" in caplog.text
 
 
 def test_a_worker_that_ignores_signals_is_killed_too(started):

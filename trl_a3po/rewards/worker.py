@@ -8,10 +8,13 @@ It receives the functions, once, and then groups. It sends `ready`, `column`, `s
 """
 
 import contextlib
+import inspect
 import pickle
 import resource
+import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +44,7 @@ def _serve(channel: Channel) -> None:
     functions, names, processes, script = channel.receive_one()
     try:
         loaded = pickle.loads(functions)
+        _share_script(loaded)
         scorer = _Scorer(loaded, names, processes, lambda column, values: send("column", column, values))
     except BaseException as error:
         send("failed", f"The reward functions cannot be loaded in a reward worker: {error!r}.", traceback.format_exc())
@@ -56,6 +60,18 @@ def _serve(channel: Channel) -> None:
             send("failed", str(error), users_traceback(error.__cause__ or error, script))
         except BaseException as error:
             send("failed", f"Scoring a group raised {error!r}.", users_traceback(error, script))
+
+
+def _share_script(functions: list[Callable[..., Any] | None]) -> None:
+    """Put what the functions use of the script's module into `__main__`, the module of that name here. A function may
+    then hand it to processes of its own, which look it up by name."""
+    here = vars(sys.modules["__main__"])
+    for func in functions:
+        while isinstance(func, partial):
+            func = func.func
+        called = func.__func__ if inspect.ismethod(func) else func if inspect.isfunction(func) else type(func).__call__
+        if inspect.isfunction(called) and called.__module__ == "__main__":
+            here.update({name: value for name, value in called.__globals__.items() if name not in here})
 
 
 class _Scorer:
