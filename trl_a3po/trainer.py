@@ -428,9 +428,9 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         batch.take_number = self._step // self.args.micro_steps_per_take % self.args.takes_per_generation
         if batch.at_first_take:
             with self._timed("a3po/time/publish"):
-                self._team.run_on_main(lambda: self._main_session.publish_if_due(version))
+                self._team.run_on_main(lambda: self._publish_if_due(version))
         began = time.perf_counter()
-        groups = self._team.run_on_main(lambda: self._taken(version))
+        groups = self._team.run_on_main(lambda: self._trainable(self._checked(self._main_session.take(version))))
         waited = time.perf_counter() - began
         metrics, first = self._metrics["train"], batch.at_first_take
         add_seconds(metrics, "a3po/time/wait", waited, first=first)
@@ -448,9 +448,9 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             self._has_evaluated, version = False, self.state.global_step
             self._team.run_on_main(lambda: self._main_session.end_evaluations(version))
 
-    def _taken(self, version: int) -> list[Group]:
-        self._built_with.check(self)
-        return self._trainable(self._checked(self._main_session.take(version)))
+    def _publish_if_due(self, version: int) -> None:
+        self._built_with.check(self)  # before the queue reads a setting that a callback has changed
+        self._main_session.publish_if_due(version)
 
     def _sample_evaluation(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Have this process's share of an evaluation batch sampled together with the shares of the others. Returns the
