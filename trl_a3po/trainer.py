@@ -499,8 +499,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         return [list(prompt_ids_of(row)) for row in rows], None, {}
 
     def _generate(self, prompts: list[Any]) -> Any:
-        rows = self._current_batch.rows
-        if rows is None or self.rollout is None:
+        rows = None if self.rollout is None else self._current_batch.rows
+        if rows is None:
             return super()._generate(prompts)
 
         def replayed(prompts: list[Any], trainer: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class CheckpointHooks(GRPOTrainer):
     reward_weights: torch.Tensor
     reward_func_names: list[str]
     on_group: OnGroup | None
-    rollout: RolloutFunction | None
+    rollout: RolloutFunction | None = None
     reward_funcs: list[Any]
     reward_processing_classes: list[Any]
     _recorded_from: int

@@ -1,0 +1,126 @@
+"""Random episodes whose tools, environments and engine fail: every prompt is trained once or reported, every instance
+is closed once, and no token is older than the bound."""
+
+import random
+import threading
+import time
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.episodes.chat import TOKENIZER, call, results_in, said
+from tests.episodes.playing import ScriptedEngine, tool_runner
+from tests.rollout.queue_fakes import update
+from trl_a3po.errors import GenerationFailed
+from trl_a3po.protocol.records import Score
+from trl_a3po.rollout.prompt_stream import PromptStream
+from trl_a3po.rollout.queue import EndOfData, GenerationQueue
+
+BATCH, ROLLOUTS, BOUND, TAKES = 2, 2, 2, 4
+
+
+class World:
+    """Draws, from a seed, what fails."""
+
+    def __init__(self, seed: int, chance: float):
+        self._random, self._lock = random.Random(seed), threading.Lock()
+        self._chance = chance
+        self.made: list = []
+        self.used_after_close = False
+
+    def may_fail(self, what: str) -> None:
+        with self._lock:
+            draw, delay = self._random.random(), self._random.random()
+        if delay < 0.1:
+            time.sleep(delay / 20)
+        if draw < self._chance:
+            raise ConnectionError(what)
+
+    def environment(self):
+        self.may_fail("factory")
+        made = Environment(self)
+        with self._lock:
+            self.made.append(made)
+        return made
+
+
+class Environment:
+    def __init__(self, world: World):
+        self._world, self.closes = world, 0
+
+    def reset(self, **row):
+        self._world.used_after_close |= self.closes > 0
+        self._world.may_fail("reset")
+        self.calls = 0
+
+    def tool(self):
+        self._world.used_after_close |= self.closes > 0
+        self.calls += 1
+        self._world.may_fail("tool")
+        return self.calls
+
+    def get_reward(self):
+        self._world.may_fail("get_reward")
+        return float(self.calls)
+
+    def close(self):
+        self.closes += 1
+        self._world.may_fail("close")
+
+
+def talk(prompt_ids, number):
+    turns = (len(prompt_ids) + number) % 4
+    return said("end" if results_in(prompt_ids) >= turns else call("tool"))
+
+
+@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.02, 0.1, 0.3]))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_prompt_is_trained_once_or_reported_and_every_instance_closed_once(seed, chance):
+    world = World(seed, chance)
+    noise = random.Random(seed + 1)
+    engine = ScriptedEngine(talk, fails=lambda request: "died" if noise.random() < chance / 4 else None)
+    runner, play, pool = tool_runner(engine, factories={None: world.environment})
+    messages = [[{"role": "user", "content": f"q{n}"}] for n in range(40)]
+    prompts = PromptStream(
+        ({"prompt": prompt} for prompt in messages),
+        lambda row: TOKENIZER.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False),
+    )
+
+    def score(group):
+        keys = [rollout.episode.key for rollout in group.rollouts]
+        environments = play.environments(keys)
+        rewards = [list(rollout.episode.rewards.values()) for rollout in group.rollouts]
+        assert [[float(environment.calls)] for environment in environments] == rewards
+        runner.call(play.give_back, keys)
+        return Score(rewards)
+
+    queue = GenerationQueue(
+        engine=runner, prompts=prompts, score=score, groups_per_batch=BATCH, num_rollouts=ROLLOUTS,
+        max_staleness=BOUND, version_of_take=lambda take: take, total_takes=TAKES, stall_timeout=60.0,
+        runs_episodes=True, describe_engine=runner.describe,
+    )  # fmt: skip
+    trained, reported = [], False
+    try:
+        queue.start(0)
+        for version in range(TAKES):
+            if version:
+                queue.publish(update(version))
+            for group in queue.take(version):
+                trained.append(group.prompt.index)
+                assert len(group.rollouts) == ROLLOUTS
+                for rollout in group.rollouts:
+                    assert version - BOUND <= min(rollout.sampled_versions)
+                    assert max(rollout.sampled_versions) <= version
+    except GenerationFailed as failure:
+        reported = "failed 3 times" in str(failure)
+        assert reported
+    except EndOfData:
+        raise AssertionError("there were prompts enough") from None
+    finally:
+        queue.close()
+        runner.close()
+    assert len(set(trained)) == len(trained) and (reported or len(trained) == BATCH * TAKES)
+    assert [environment.closes for environment in world.made] == [1] * len(world.made)
+    assert pool.open == 0 and not world.used_after_close
+    outcomes = queue.outcomes()
+    assert outcomes.open_prompts == outcomes.open_attempts == 0 and outcomes.count("trained") == len(trained)
