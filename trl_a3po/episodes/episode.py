@@ -124,6 +124,7 @@ class Episode:
         self.tool_seconds = 0.0
         self.doing, self.doing_since = "beginning", time.monotonic()
         self.waited_for = "nothing"
+        self.over = False
         self._request = request
         self._templates = templates
         self._longest = max_completion_length

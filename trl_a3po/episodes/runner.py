@@ -170,10 +170,11 @@ class EpisodeRunner:
 
     def describe(self) -> str:
         """What the episode that has waited longest waits for, and what would help if it hangs; empty if none plays."""
-        playing = [(episode, group) for group in self._playing for episode in list(group.episodes)]
-        outside = [one for one in playing if one[0].doing != "sampling"] or playing
-        if not outside:
+        episodes = [(episode, group) for group in self._playing for episode in list(group.episodes)]
+        playing = [one for one in episodes if not one[0].over]
+        if not playing:
             return ""
+        outside = [one for one in playing if one[0].doing != "sampling"] or playing
         episode, group = min(outside, key=lambda one: one[0].doing_since)
         seconds = time.monotonic() - episode.doing_since
         return (
@@ -322,6 +323,7 @@ class EpisodeRunner:
         try:
             async with limit:
                 answer = await self._play(episode)
+            episode.over = True
             result = answer if isinstance(answer, EpisodeResult) else EpisodeResult(answer)
             return episode.rollout(result, self._rewards(result))
         except (asyncio.CancelledError, GeneratorExit):
