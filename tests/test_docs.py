@@ -82,6 +82,12 @@ def test_every_complaint_names_a_test():
     assert [complaint for complaint, covered in complaints if not re.search(r"\.py::test_\w+`", covered)] == []
 
 
+def test_every_fault_names_a_test():
+    faults = rows(ROOT / "docs" / "faults.md", "fault")
+    assert len(faults) > 25
+    assert [fault for fault, *_, test in faults if not re.search(r"\.py::test_\w+`", test)] == []
+
+
 def setting_names(cell: str) -> list[str]:
     """The settings that a cell names; one that begins with `_` ends like the one before."""
     names: list[str] = []
