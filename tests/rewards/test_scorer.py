@@ -171,6 +171,7 @@ def test_extra_columns_and_metrics_are_recorded():
         ([1.0, 2.0], "returned 2 rewards for a group of 3"),
         (None, "returned None instead of a list"),
         (1.0, "returned a float: return a list"),
+        (asyncio.sleep(0), "returned a coroutine: define the function itself with async def"),
         ([1.0, "good", 2.0], "returned the string 'good' for completion 1"),
         ([1.0, 2.0, [3.0]], "returned a list for completion 2"),
         ([1.0, math.nan, 2.0], "returned nan for completion 1"),

@@ -4,6 +4,7 @@ Guarantees: one finite number per completion, NaN where the function returned `N
 names the function and says what it returned.
 """
 
+import inspect
 import math
 from typing import Any
 
@@ -20,6 +21,12 @@ def reward_values(name: str, returned: Any, size: int) -> list[float]:
         raise RewardError(
             f"The reward function '{name}' returned None instead of a list: return one number, or None, per "
             "completion."
+        )
+    if inspect.iscoroutine(returned):
+        returned.close()  # or Python warns that nobody has awaited it
+        raise RewardError(
+            f"The reward function '{name}' returned a coroutine: define the function itself with async def, or return "
+            "what the coroutine returns."
         )
     try:
         values = list(returned)
