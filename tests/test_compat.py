@@ -6,7 +6,7 @@ import sys
 import pytest
 from trl import GRPOTrainer
 
-from trl_a3po._compat import check_trl_hooks, check_trl_version
+from trl_a3po._compat import TESTED, check_hooks, check_trl_version
 
 
 @pytest.mark.parametrize("version", ["1.15.2", "1.17.0", "0.29.0", "2.0.0"])
@@ -47,8 +47,24 @@ def test_a_hook_with_other_parameters_is_named_in_the_error():
     class Missing(GRPOTrainer):
         _tokenize_prompts = None
 
-    check_trl_hooks(GRPOTrainer)
+    check_hooks(GRPOTrainer)
     with pytest.raises(ImportError, match=r"Moved\._compute_loss\('self', 'model', 'inputs'\)"):
-        check_trl_hooks(Moved)
+        check_hooks(Moved)
     with pytest.raises(ImportError, match=r"Missing\._tokenize_prompts.*no such method"):
-        check_trl_hooks(Missing)
+        check_hooks(Missing)
+
+
+@pytest.mark.parametrize(
+    "library, owner, name",
+    [
+        ("transformers", "transformers.Trainer", "_get_dataloader"),
+        ("accelerate", "accelerate.Accelerator", "unwrap_model"),
+        ("peft", "peft.tuners.lora.Linear", "get_delta_weight"),
+    ],
+)
+def test_a_changed_method_of_another_library_is_named_with_the_tested_version(monkeypatch, library, owner, name):
+    monkeypatch.setattr(f"{owner}.{name}", lambda self, other: None)
+    with pytest.raises(ImportError) as error:
+        check_hooks(GRPOTrainer)
+    assert f"{name}('self', " in str(error.value) and f"the installed {library} " in str(error.value)
+    assert f'pip install "{library}=={TESTED[library]}.*"' in str(error.value)

@@ -1,11 +1,12 @@
 """The check that the installed TRL is supported: this package extends private methods of one minor version of TRL.
 
 Guarantees: importing the package with another version raises, which needs only the metadata of TRL; importing the
-trainer raises where a method that it wraps has other parameters, so a patch release that changes one cannot change the
-training.
+trainer raises where a method of TRL, transformers, accelerate or PEFT that it wraps or relies on has other parameters,
+so a release that changes one cannot change the training.
 """
 
 import inspect
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
@@ -41,6 +42,21 @@ HOOKS = {
     "log": ("self", "logs", "start_time"),
 }
 
+# The same for methods of the transformers Trainer.
+TRAINER_HOOKS = {
+    "_get_dataloader": ("self", "dataset", "description", "batch_size", "sampler_fn"),
+    "_run_epoch": ("self", "model", "epoch", "train_dataloader"),
+    "training_step": ("self", "model", "inputs", "num_items_in_batch"),
+    "evaluation_loop": ("self", "dataloader", "description"),
+    "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
+    "_load_best_model": ("self",),
+    "save_model": ("self", "output_dir", "_internal_call"),
+    "get_tp_size": ("self",),
+    "get_cp_size": ("self",),
+    "get_sp_size": ("self",),
+}
+TESTED = {"transformers": "5.24", "accelerate": "1.15", "peft": "0.21"}
+
 
 def check_trl_version(installed: str | None = None) -> None:
     """Raise `ImportError` unless the installed TRL (or `installed`, a version string) is in the supported range."""
@@ -54,15 +70,49 @@ def check_trl_version(installed: str | None = None) -> None:
         raise ImportError(f"trl_a3po supports TRL >={low},<{high}, but {installed} is installed: {INSTALL}")
 
 
-def check_trl_hooks(trainer_class: type) -> None:
-    """Raise `ImportError` if a method that this package wraps is missing from `trainer_class` or has other
-    parameters."""
+def check_hooks(trainer_class: type) -> None:
+    """Raise `ImportError` if a method that this package wraps or calls is missing, or has other parameters.
+
+    Args:
+        trainer_class: TRL's.
+    """
     for name, expected in HOOKS.items():
-        method = inspect.getattr_static(trainer_class, name, None)
-        found = tuple(inspect.signature(method).parameters)[: len(expected)] if method is not None else None
-        if found != expected:
-            instead = "no such method" if found is None else found
-            raise ImportError(
-                f"trl_a3po wraps {trainer_class.__name__}.{name}{expected}, but the installed TRL {version('trl')} "
-                f"has {instead}: {INSTALL}"
-            )
+        _check_parameters("TRL", version("trl"), INSTALL, trainer_class, name, expected)
+    for name, expected in TRAINER_HOOKS.items():
+        _check_parameters(
+            "transformers", version("transformers"), _install("transformers"), trainer_class, name, expected
+        )
+    for library, owner, name, expected in _borrowed():
+        _check_parameters(library, version(library), _install(library), owner, name, expected)
+
+
+def _borrowed() -> Iterator[tuple[str, type, str, tuple[str, ...]]]:
+    """Methods of other libraries that are not part of their documented interface, or on which weights depend."""
+    from accelerate import Accelerator
+    from peft.tuners.lora import Embedding, Linear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    yield "accelerate", Accelerator, "unwrap_model", ("self", "model")
+    yield "accelerate", Accelerator, "reduce", ("self", "tensor", "reduction")
+    yield "accelerate", Accelerator, "autocast", ("self",)
+    for layer in (Linear, Embedding):
+        yield "peft", layer, "get_delta_weight", ("self", "adapter")
+    yield "peft", BaseTunerLayer, "get_base_layer", ("self",)
+
+
+def _install(library: str) -> str:
+    tested = TESTED[library]
+    return f'this package is tested with {library} {tested}: pip install "{library}=={tested}.*"'
+
+
+def _check_parameters(
+    library: str, installed: str, install: str, owner: type, name: str, expected: tuple[str, ...]
+) -> None:
+    method = inspect.getattr_static(owner, name, None)
+    found = tuple(inspect.signature(method).parameters)[: len(expected)] if callable(method) else None
+    if found != expected:
+        instead = "no such method" if found is None else found
+        raise ImportError(
+            f"trl_a3po wraps {owner.__name__}.{name}{expected}, but the installed {library} {installed} has "
+            f"{instead}: {install}"
+        )

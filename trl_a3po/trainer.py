@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 from trl import GRPOTrainer
 
-from trl_a3po._compat import check_trl_hooks
+from trl_a3po._compat import check_hooks
 from trl_a3po.checkpoints.choose_checkpoint import choose_checkpoint, warn_of_earlier_runs
 from trl_a3po.checks.arguments import (
     argument_names,
@@ -49,13 +49,15 @@ from trl_a3po.checks.completions import check_completions, check_some_reward, ha
 from trl_a3po.checks.data import check_columns, check_dataset
 from trl_a3po.checks.noise import warn_of_noise
 from trl_a3po.checks.overrides import (
+    check_begun,
     check_first_preparation,
+    check_in_step,
     check_overrides,
     check_own_loss,
     check_preparation,
     check_prepared,
 )
-from trl_a3po.checks.policy import check_policy, check_sharding, check_trained_before
+from trl_a3po.checks.policy import check_parallelism, check_policy, check_sharding, check_trained_before
 from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_schedule import check_periodic
 from trl_a3po.distributed.rank_shares import balanced_rows, rank_share
@@ -114,7 +116,7 @@ from trl_a3po.session.termination import StopRequested, Termination
 from trl_a3po.session.train_rows import TrainRows, counted_dataset, train_rows, without_rows
 from trl_a3po.step_normalizer import STEP_NORMALIZED_LOSS_TYPES, StepNormalizer
 
-check_trl_hooks(GRPOTrainer)
+check_hooks(GRPOTrainer)
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +186,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         add_recorded_reward(self)
         remove_close_from_tools(self)
         check_sharding(self.is_fsdp_enabled)
+        check_parallelism(self.get_tp_size(), self.get_cp_size(), self.get_sp_size())
         aux_loss = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         check_periodic(args, deepspeed=self.is_deepspeed_enabled, aux_loss=aux_loss)
         check_processing_class(self.processing_class)
@@ -215,7 +218,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self._current_batch = CurrentBatch()
         self._loss_inputs: LossInputs | None = None  # of TRL's loss, until it has asked for the log-probs
         self._micro_batch: LossInputs | None = None  # what the loss of this micro-step was given
-        self._objective_applied = self._own_loss_reported = False
+        self._objective_applied = self._own_loss_reported = self._in_step = False
         check_all_rows(self)
 
     # --- a run's beginning and end ------------------------------------------------------------------------------
@@ -345,7 +348,9 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
 
     def _prepared_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if self.model.training:
+            check_in_step(type(self).__name__, self._in_step)
             if not self._running:
+                check_begun(type(self).__name__, self._train_rows)
                 self._start_session_untimed()
             self._end_evaluations()
             if self._take_is_due():
@@ -375,7 +380,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         number, self._micro_batch = self._step % self.args.steps_per_generation, None
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        with temporarily(self, _in_step=True):
+            loss = super().training_step(model, inputs, num_items_in_batch)
         self._check_loss()
         return loss if self._normalizer is None else self._normalizer.correct(number, loss, model.parameters())
 

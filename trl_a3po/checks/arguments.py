@@ -12,6 +12,7 @@ from accelerate.utils import is_compiled_module
 from peft import PeftModel
 from transformers import PreTrainedModel, ProcessorMixin
 
+from trl_a3po.checks.policy import check_parallelism
 from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_engine import check_engine
 from trl_a3po.models.unwrap import base_model
@@ -26,6 +27,9 @@ def check_arguments(model: Any, reward_funcs: Any, args: A3POConfig, others: dic
         raise TypeError(f"args is a {type(args).__name__}: pass an A3POConfig, which takes every field of GRPOConfig.")
     check_engine(args)  # which may have been set after the configuration was made
     _check_rollout_func(others)
+    if args.parallelism_config is not None:
+        split = args.parallelism_config
+        check_parallelism(split.tp_size, split.cp_size, split.sp_size)
     check_processing_class(others.get("processing_class"))
     if not isinstance(model, str):
         _check_model_object(model)

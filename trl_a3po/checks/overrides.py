@@ -9,25 +9,14 @@ from typing import Any
 
 import torch
 
+from trl_a3po.checks.overridden_methods import METHODS
+from trl_a3po.config.border_rows import named
 from trl_a3po.rollout.batch_rows import Row, rollouts_of
-
-ROWS_ARE_READ_AHEAD = (
-    "the rows of training are read ahead by the queue, not by the Trainer's dataloader. Override _get_train_sampler "
-    "for another order, and change the rows in train_dataset"
-)
-# Methods of GRPOTrainer or Trainer that nothing of what is trained goes through -> why, and what to do instead.
-REFUSED = {
-    "get_train_dataloader": ROWS_ARE_READ_AHEAD,
-    "_get_dataloader": ROWS_ARE_READ_AHEAD,
-    "get_batch_samples": ROWS_ARE_READ_AHEAD,
-    "_remove_unused_columns": ROWS_ARE_READ_AHEAD,
-    "_get_collator_with_removed_columns": ROWS_ARE_READ_AHEAD,
-}
 
 
 def check_overrides(trainer: Any, ours: type) -> None:
     """Raise `ValueError` for a method of `trainer` that differs from that of the class `ours` and would be ignored."""
-    for name, instead in REFUSED.items():
+    for name, instead in named(METHODS, "refused"):
         if name in vars(trainer) or getattr(type(trainer), name) is not getattr(ours, name):
             raise ValueError(f"{type(trainer).__name__}.{name} would be ignored, because {instead}.")
 
@@ -72,6 +61,24 @@ def check_preparation(
         raise RuntimeError(
             f"{name} changed the completions of the engine, whose log-probs would belong to other tokens: change them "
             "in on_group, which returns rollouts with their log-probs and versions."
+        )
+
+
+def check_begun(name: str, rows: object) -> None:
+    """Raise `RuntimeError` if training has begun past `A3POTrainer.train`, which makes `rows`."""
+    if rows is None:
+        raise RuntimeError(
+            f"{name}.train does not call super().train(), which prepares the run and ends it: call it, and do what is "
+            "to be done before or after it."
+        )
+
+
+def check_in_step(name: str, in_step: bool) -> None:
+    """Raise `RuntimeError` if a micro-step is prepared for a `training_step` that is not A3POTrainer's."""
+    if not in_step:
+        raise RuntimeError(
+            f"{name}.training_step does not call super().training_step(), which checks that the batch of the engine is "
+            "what was trained: call it, and change the loss in compute_loss."
         )
 
 

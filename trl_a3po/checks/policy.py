@@ -58,6 +58,17 @@ def check_sharding(is_fsdp_enabled: bool) -> None:
         )
 
 
+def check_parallelism(tensor: int, context: int, sequence: int) -> None:
+    """Raise `ValueError` for a policy that is split over processes: its layers, or the sequences that it reads."""
+    for kind, size in (("tensor", tensor), ("context", context), ("sequence", sequence)):
+        if size > 1:
+            raise ValueError(
+                f"The policy is split by {kind} parallelism of size {size}, whose parts cannot be published to an "
+                "engine or trained with these losses yet: launch it with DDP or DeepSpeed ZeRO "
+                "(recipes/accelerate_configs), and load the model without a tp_plan."
+            )
+
+
 def check_trained_before(trained_before: bool, is_deepspeed_enabled: bool) -> None:
     """Raise `ValueError` for a second `train()` under DeepSpeed: accelerate discards its engine after the first."""
     if trained_before and is_deepspeed_enabled:

@@ -16,14 +16,18 @@ _CORRECTION = (
     "importance weights correct every batch by the objective, with its own settings: set behavior_weight_cap, "
     "behavior_weight_mode ('truncate' or 'mask') and importance_sampling_level ('token' or 'sequence') instead"
 )
+_BATCHES_ITSELF = "the 'transformers' engine batches continuously by itself"
 # Fields that no engine follows -> what to do instead.
 NEVER = {
     "cache_implementation": "the engine has a cache of its own, which grows with the completions",
-    "use_transformers_continuous_batching": "the 'transformers' engine batches continuously by itself",
+    "use_transformers_continuous_batching": _BATCHES_ITSELF,
+    "use_transformers_paged": _BATCHES_ITSELF,
+    "transformers_continuous_batching_config": _BATCHES_ITSELF,
     "vllm_importance_sampling_correction": _CORRECTION,
     "vllm_importance_sampling_mode": _CORRECTION,
     "vllm_importance_sampling_clip_max": _CORRECTION,
     "vllm_importance_sampling_clip_min": _CORRECTION,
+    "vllm_importance_sampling_cap": _CORRECTION,
     "vllm_structured_outputs_regex": "completions are not constrained",
     "vllm_enable_sleep_mode": "vLLM samples while the trainer trains",
     "vllm_tensor_parallel_size": "each of several GPUs in engine_device has a replica of its own; for one replica on "

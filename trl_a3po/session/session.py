@@ -68,7 +68,7 @@ class Session:
         self.run = new_run() if resumed is None else resumed.run
         self.timeline = begin_timeline(args, self.run, version, resumed=resumed is not None)
         first_row = 0 if resumed is None else resumed.queue.first_row
-        assert trainer._train_rows is not None, "train() has made the iterator of rows"
+        assert trainer._train_rows is not None, "the trainer has checked it"
         prompts = PromptStream(trainer._train_rows, lambda row: tokenize_or_leave_out(trainer, row), first_row)
         self.queue = build_queue(
             trainer,
