@@ -1,5 +1,6 @@
 """What MkDocs does beyond Markdown: pages from outside `docs/`, links that work on GitHub and on the site, and tables
-of settings that are filled from the code. Run as a script, it writes the tables of `docs/objectives.md`.
+of settings that are filled from the code. Run as a script, it writes the tables of `docs/objectives.md` and of
+`docs/overrides.md`.
 
 Guarantees: a link works on GitHub and on the site; a table of settings on the site is what the installed library says.
 """
@@ -29,10 +30,8 @@ PAGES_FROM = {  # page of the site -> file of the repository
 PAGE_OF = {file: page for page, file in PAGES_FROM.items()}
 LINK = re.compile(r"(?<!!)(\[[^\]\[]*(?:\[[^\]]*\][^\]\[]*)*\])\(([^)\s]+)\)")
 PICTURE = re.compile(r'<picture>.*?<img [^>]*src="docs/(\S+)_light\.svg"[^>]*alt="([^"]*)"[^>]*>.*?</picture>', re.S)
-OBJECTIVES_PAGE = ROOT / "docs" / "objectives.md"
-TABLE = re.compile(
-    r"(<!-- table: (\w+) -->).*?<!-- end -->", re.S
-)  # the name of a table in objectives/documentation.py
+TABLE_PAGES = [ROOT / "docs" / name for name in ("objectives.md", "overrides.md")]
+TABLE = re.compile(r"(<!-- table: (\w+) -->).*?<!-- end -->", re.S)  # the name of a table in `table_rows`
 FENCE = re.compile(r"(^```.*?^```$)", re.S | re.M)
 
 
@@ -155,16 +154,28 @@ def markdown_table(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rest])
 
 
-def with_objective_tables(markdown: str) -> str:
-    """`markdown` with the tables of objectives between their markers as the records of the objectives have them."""
+def with_tables(markdown: str) -> str:
+    """`markdown` with the tables between its markers as the code has them."""
+    return TABLE.sub(
+        lambda marked: f"{marked[1]}\n\n{markdown_table(table_rows(marked[2]))}\n\n<!-- end -->", markdown
+    )
+
+
+def table_rows(name: str) -> list[list[str]]:
+    """The rows of a table: of the objectives' records, or of what becomes of TRL's methods and settings."""
+    from trl_a3po.checks.overridden_methods import METHODS
+    from trl_a3po.config.border_rows import border_table
+    from trl_a3po.config.inherited_fields import FIELDS
     from trl_a3po.objectives import documentation
 
-    def table(marked: re.Match) -> str:
-        rows = getattr(documentation, f"{marked[2]}_table")()
-        return f"{marked[1]}\n\n{markdown_table(rows)}\n\n<!-- end -->"
-
-    return TABLE.sub(table, markdown)
+    match name:
+        case "methods":
+            return border_table(METHODS, "method")
+        case "fields":
+            return border_table(FIELDS, "setting")
+    return getattr(documentation, f"{name}_table")()
 
 
 if __name__ == "__main__":
-    OBJECTIVES_PAGE.write_text(with_objective_tables(OBJECTIVES_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in TABLE_PAGES:
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -195,7 +195,13 @@ def test_the_site_has_a_row_for_every_setting(hooks):
 def test_the_tables_of_objectives_are_what_the_records_say(hooks):
     page = text_of(ROOT / "docs" / "objectives.md")
     assert len(hooks.TABLE.findall(page)) == 4
-    assert hooks.with_objective_tables(page) == page, "run: python docs/hooks.py"
+    assert hooks.with_tables(page) == page, "run: python docs/hooks.py"
+
+
+def test_the_tables_of_methods_and_settings_are_what_the_checks_say(hooks):
+    page = text_of(ROOT / "docs" / "overrides.md")
+    assert len(hooks.TABLE.findall(page)) == 2
+    assert hooks.with_tables(page) == page, "run: python docs/hooks.py"
 
 
 def test_the_page_on_objectives_has_a_row_for_every_objective():

@@ -557,6 +557,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self._running:
+            check_prepared(type(self).__name__, not self._in_step)
             check_outside_training(self.rollout)
             return super()._generate_and_score_completions(inputs)
         current = self._current_batch

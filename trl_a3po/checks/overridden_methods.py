@@ -182,7 +182,12 @@ METHODS = (
         "refused",
         "a policy that is split by tensor, context or sequence parallelism cannot be trained here. Train with DDP or "
         "DeepSpeed ZeRO",
-        ("_prepare_context_parallel_inputs", "get_cp_size", "get_sp_size", "get_tp_size"),
+        ("_prepare_context_parallel_inputs",),
+    ),
+    BorderRow(
+        "followed",
+        "the Trainer counts its batches with it; a size above 1 is refused when the trainer is built",
+        ("get_cp_size", "get_sp_size", "get_tp_size"),
     ),
     BorderRow(
         "no effect",

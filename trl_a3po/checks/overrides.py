@@ -77,8 +77,8 @@ def check_in_step(name: str, in_step: bool) -> None:
     """Raise `RuntimeError` if a micro-step is prepared for a `training_step` that is not A3POTrainer's."""
     if not in_step:
         raise RuntimeError(
-            f"{name}.training_step does not call super().training_step(), which checks that the batch of the engine is "
-            "what was trained: call it, and change the loss in compute_loss."
+            f"{name}.training_step does not call super().training_step(), which checks that what was trained is "
+            "the batch of the engine: call it, and change the loss in compute_loss."
         )
 
 

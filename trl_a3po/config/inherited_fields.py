@@ -83,6 +83,7 @@ FIELDS = (
             "vllm_server_timeout",
             "vllm_gpu_memory_utilization",
             "vllm_max_model_length",
+            "vllm_model_impl",
         ),
     ),
     BorderRow(
