@@ -93,7 +93,7 @@ from trl_a3po.rollout.batch_rows import (
 )
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.session import Session
-from trl_a3po.session.build_engine import engine_dtype, engine_slots
+from trl_a3po.session.build_engine import engine_dtype, engine_slots, shared_with_engine
 from trl_a3po.session.build_episodes import remove_close_from_tools
 from trl_a3po.session.build_policy import build_policy, zero_stage
 from trl_a3po.session.build_scorer import (
@@ -308,8 +308,10 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         model = self.accelerator.unwrap_model(self.model)
         dtype = engine_dtype(self.args, model, self.accelerator.mixed_precision)
         processes, forward = self.accelerator.num_processes, self._training_forward.description(model)
+        stage = zero_stage(self)
+        shared = 0 if stage == 3 else shared_with_engine(self.args, model, self.accelerator.device, dtype)
         return trainer_plan(
-            self.args, model, engine_slots(self.args), dtype.itemsize, forward, processes, zero_stage(self)
+            self.args, model, engine_slots(self.args), dtype.itemsize, forward, processes, stage, shared
         )
 
     def close(self) -> None:

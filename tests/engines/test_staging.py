@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from trl_a3po.engines.staging import Staging, attach
+from trl_a3po.engines.staging import Staging, attach, usable_in_place
 from trl_a3po.protocol.weights import WeightUpdate
 
 CPU = torch.device("cpu")
@@ -62,3 +62,34 @@ def test_close_frees_the_file_descriptor():
     staging.close()
     with pytest.raises(OSError):
         os.fstat(fd)
+
+
+def test_frozen_weights_have_one_place_that_the_replica_uses():
+    whole = update(1)
+    staging = Staging(WeightUpdate(1, whole.tensors, frozen=frozenset({"matrix", "transposed"})), torch.float32, CPU)
+    handle = staging.handle()
+    views = attach(handle)
+    existing = usable_in_place(handle, views, CPU)
+    assert set(existing) == {"matrix", "transposed"}
+    assert all(existing[name].data_ptr() == views[name].data_ptr() for name in existing)
+    assert usable_in_place(handle, views, torch.device("cuda:0")) == {}
+    # A frozen weight that changes nevertheless is written where it is read.
+    staging.write(WeightUpdate(2, {"matrix": update(2).tensors["matrix"]}, complete=False))
+    assert torch.equal(existing["matrix"], update(2).tensors["matrix"])
+    staging.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_frozen_weights_on_the_replicas_gpu_are_not_copied():
+    on_gpu = {name: tensor.cuda() for name, tensor in update(1).tensors.items()}
+    frozen = frozenset({"matrix", "scalar"})
+    staging = Staging(WeightUpdate(1, on_gpu, frozen=frozen), torch.float32, torch.device("cuda:0"))
+    assert set(staging.shared) == frozen
+    assert {place.name for place in staging.places} == set(on_gpu) - frozen
+    assert staging.write(WeightUpdate(2, {"matrix": on_gpu["matrix"]}, complete=False)) == 0
+    elsewhere = update(2).tensors["matrix"].cuda()
+    assert staging.write(WeightUpdate(3, {"matrix": elsewhere}, complete=False)) == elsewhere.nbytes
+    assert torch.equal(staging.shared["matrix"], elsewhere)
+    assert set(Staging(WeightUpdate(1, on_gpu, frozen=frozen), torch.bfloat16, torch.device("cuda:0")).shared) == set()
+    staging.close()

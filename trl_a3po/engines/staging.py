@@ -1,12 +1,16 @@
-"""The memory that carries weights from the trainer to the worker: one buffer, written by one, read by the other.
+"""The memory that carries weights from the trainer to the worker: one buffer, written by one, read by the other, and
+the frozen weights of the trainer.
 
-On a GPU the buffer lies on the device where there is room for it beside the replica, else on the host.
+On a GPU the buffer lies on the device where there is room for it beside the replica, else on the host. A frozen weight
+that the trainer has on the device of the replica, in its dtype, is not copied: the worker reads the trainer's own. Of
+every other frozen weight there is one copy, in the buffer, which the replica uses where it is if it is on its device.
 
-Guarantees: the buffer always has a place for every weight and keeps the last ones written, so a worker that starts
-late loads all of them from it; nothing touches a disk, and nothing is left behind, however either process ends: on
-the host it is anonymous memory that lives as long as a process has it open, on a GPU an allocation of the trainer's.
+Guarantees: every weight has a place, which keeps what was written last, so a worker that starts late loads all of them
+from there; nothing touches a disk, and nothing is left behind, however either process ends: on the host it is
+anonymous memory that lives as long as a process has it open, on a GPU an allocation of the trainer's.
 
-Whoever writes must know that nobody reads: the engine sees to that.
+Whoever writes must know that nobody reads: the engine sees to that. Frozen weights are the exception: the worker reads
+them all the time, so that one that changes nevertheless is read before it is published.
 """
 
 import logging
@@ -14,6 +18,7 @@ import mmap
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +46,24 @@ class Place:
     size: int
 
 
+@dataclass(frozen=True)
+class Handle:
+    """What `attach` needs in the worker; one handle for each worker.
+
+    Args:
+        opener, argument: of the buffer: its file descriptor and size, or what rebuilds a tensor of another process.
+        places: of the weights in the buffer.
+        shared: of every other weight, what rebuilds the trainer's tensor.
+        frozen: names of the weights that the replica may use where they are, if they are on its device.
+    """
+
+    opener: Any
+    argument: Any
+    places: tuple[Place, ...]
+    shared: dict[str, Any]
+    frozen: frozenset[str]
+
+
 class Staging:
     """The trainer's side.
 
@@ -51,7 +74,13 @@ class Staging:
     """
 
     def __init__(self, update: WeightUpdate, dtype: torch.dtype, device: torch.device):
-        self.places = _places(update, dtype)
+        self.shared = {
+            name: update.specs[name].detach()
+            for name in sorted(update.frozen)
+            if _is_readable_elsewhere(update.specs[name], dtype, device)
+        }
+        self.frozen = update.frozen
+        self.places = _places({name: spec for name, spec in update.specs.items() if name not in self.shared}, dtype)
         size = max(_ALIGNMENT, self.places[-1].start + self.places[-1].size if self.places else 0)
         self._device = device
         self._fd: int | None = None
@@ -60,52 +89,75 @@ class Staging:
         else:
             self._fd = _anonymous_file(size)
             self._buffer = _map(self._fd, size)
-        self._views = _views(self._buffer, self.places)
+        self._views = self.shared | _views(self._buffer, self.places)
         self.write(update)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {place.name: place.shape for place in self.places}
+        return {name: tuple(view.shape) for name, view in self._views.items()}
 
     @property
     def fds(self) -> tuple[int, ...]:
         """File descriptors the worker's process must inherit."""
         return () if self._fd is None else (self._fd,)
 
-    def handle(self) -> tuple[Any, ...]:
-        """What `attach` needs in the worker; one handle for each worker."""
-        source = (self._fd, self._buffer.numel()) if self._fd is not None else reduce_tensor(self._buffer)
-        return (*source, self.places)
+    def handle(self) -> Handle:
+        opener, argument = (self._fd, self._buffer.numel()) if self._fd is not None else reduce_tensor(self._buffer)
+        shared = {name: reduce_tensor(tensor) for name, tensor in self.shared.items()}
+        return Handle(opener, argument, self.places, shared, self.frozen)
 
     @torch.no_grad()
     def write(self, update: WeightUpdate) -> int:
         """Copy the tensors in; the number of bytes written. They have arrived when this returns."""
+        written = 0
         for name, tensor in update.tensors.items():
-            _copy(self._views[name], tensor)
+            view = self._views[name]
+            if name not in self.shared or tensor.data_ptr() != view.data_ptr():
+                _copy(view, tensor)
+                written += view.nbytes
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return sum(self._views[name].nbytes for name in update.tensors)
+        return written
 
     def close(self) -> None:
-        self._views = {}
+        self._views = self.shared = {}
         self._buffer = torch.empty(0)
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
-def attach(handle: tuple[Any, ...], device_index: int | None = None) -> dict[str, torch.Tensor]:
-    """The worker's side: name -> view of the buffer.
+def attach(handle: Handle, device_index: int | None = None) -> dict[str, torch.Tensor]:
+    """The worker's side: name -> the weight, in the buffer or in the trainer's memory.
 
     Args:
         device_index: what the worker calls the device of the buffer, if not what the trainer calls it.
     """
-    opener, argument, places = handle
-    if isinstance(opener, int):
-        return _views(_map(opener, argument), places)
+    if isinstance(handle.opener, int):
+        buffer = _map(handle.opener, handle.argument)
+    else:
+        buffer = _open(handle.opener, handle.argument, device_index)
+    shared = {name: _open(*of_tensor, device_index) for name, of_tensor in handle.shared.items()}
+    return shared | _views(buffer, handle.places)
+
+
+def usable_in_place(
+    handle: Handle, views: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The frozen weights among the `views` that `attach` has returned, if they are on the replica's `device`."""
+    return {name: views[name] for name in sorted(handle.frozen) if views[name].device == device}
+
+
+def _is_readable_elsewhere(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a worker can use the tensor as it is: it is on the replica's GPU, and in its dtype."""
+    return device.type == "cuda" and tensor.device == device and tensor.dtype == dtype and tensor.is_contiguous()
+
+
+def _open(rebuild: Callable[..., torch.Tensor], arguments: tuple[Any, ...], device_index: int | None) -> torch.Tensor:
+    """A tensor of the trainer's, on a GPU."""
     if device_index is not None:
-        argument = (*argument[:_DEVICE_INDEX], device_index, *argument[_DEVICE_INDEX + 1 :])
-    return _views(opener(*argument), places)
+        arguments = (*arguments[:_DEVICE_INDEX], device_index, *arguments[_DEVICE_INDEX + 1 :])
+    return rebuild(*arguments)
 
 
 def _fits_twice(size: int, device: torch.device) -> bool:
@@ -135,9 +187,9 @@ def _bytes(tensor: torch.Tensor) -> numpy.ndarray:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-def _places(update: WeightUpdate, dtype: torch.dtype) -> tuple[Place, ...]:
+def _places(specs: Mapping[str, torch.Tensor], dtype: torch.dtype) -> tuple[Place, ...]:
     places, start = [], 0
-    for name, spec in update.specs.items():
+    for name, spec in specs.items():
         stored = dtype if spec.is_floating_point() else spec.dtype
         size = spec.numel() * stored.itemsize
         places.append(Place(name, tuple(spec.shape), stored, start, size))

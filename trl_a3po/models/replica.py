@@ -3,7 +3,8 @@
 Guarantees: a replica has exactly the weight names of the trained module (`named_weights`), so a name or a shape that
 does not fit raises an error instead of leaving a stale weight; nothing in a replica is random (parameters are
 uninitialised until the first complete update, and buffers that no update carries are computed from the
-configuration); parameters never move in memory, so a captured graph or a view of them stays valid.
+configuration); parameters never move in memory, so a captured graph or a view of them stays valid; a parameter that
+exists elsewhere on the device already is used where it is.
 """
 
 import copy
@@ -34,13 +35,20 @@ def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def build_replica(spec: PolicySpec, device: torch.device | str) -> nn.Module:
+def build_replica(
+    spec: PolicySpec, device: torch.device | str, existing: Mapping[str, torch.Tensor] | None = None
+) -> nn.Module:
     """The policy's module on `device`, in `spec.dtype`, in eval mode, and without gradients.
 
-    The parameters are uninitialised until `load_update` has loaded a complete update.
+    The parameters are uninitialised until `load_update` has loaded a complete update, but for those that are in
+    `existing`, by name, on `device` and in the dtype of the replica: these are used where they are.
     """
     model = empty_replica(spec)
-    _materialise(model, torch.device(device), spec.dtype)
+    weights = named_weights(model)
+    parameters = {
+        id(weights[name]): nn.Parameter(tensor, requires_grad=False) for name, tensor in (existing or {}).items()
+    }
+    _materialise(model, torch.device(device), spec.dtype, parameters)
     return model.eval().requires_grad_(False)
 
 
@@ -101,7 +109,8 @@ def empty_replica(spec: PolicySpec) -> nn.Module:
 
 @torch.no_grad()
 def load_update(module: nn.Module, update: WeightUpdate) -> None:
-    """Copy an update's tensors into `module` in place, converting their dtype.
+    """Copy an update's tensors into `module` in place, converting their dtype. A tensor that the module itself has is
+    left where it is.
 
     Raises:
         ValueError: the update has a name that the module does not have, or a shape that differs from the module's, or
@@ -116,7 +125,8 @@ def load_update(module: nn.Module, update: WeightUpdate) -> None:
                 f"replica's is {tuple(weights[name].shape)}: the trained model no longer matches its configuration."
             )
     for name, tensor in update.tensors.items():
-        weights[name].copy_(tensor)
+        if weights[name].data_ptr() != tensor.data_ptr():
+            weights[name].copy_(tensor)
 
 
 def check_names(expected: Collection[str], update: WeightUpdate) -> None:
@@ -144,10 +154,11 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def _materialise(
+    module: nn.Module, device: torch.device, dtype: torch.dtype, parameters: dict[int, nn.Parameter]
+) -> None:
     """Give empty parameters and buffers memory on `device`, one tensor for tied ones. Other buffers move. Buffers keep
-    their dtype."""
-    parameters: dict[int, nn.Parameter] = {}
+    their dtype. `parameters`: those to use, by the id of the empty one."""
     buffers: dict[int, torch.Tensor] = {}
     for child in module.modules():
         for name, parameter in _present(child._parameters):

@@ -44,15 +44,19 @@ class WeightUpdate:
             (`publish/partitioned.py`).
         complete: the update holds every parameter and persistent buffer, as the first update does. Otherwise it holds
             at least those that differ from the update before, and the engine keeps the others as they are.
+        frozen: names of the weights of a complete update that training does not change. An engine on their device may
+            go on reading them where they are in `specs`, unless they are on the device "meta" there, instead of
+            keeping a copy. When one of them changes nevertheless, the next update holds it, in other memory.
     """
 
     version: int
     tensors: Mapping[str, torch.Tensor]
     complete: bool = True
+    frozen: frozenset[str] = frozenset()
 
     @property
     def specs(self) -> Mapping[str, torch.Tensor]:
-        """Name -> a tensor with the shape and dtype of that weight. Its values have no meaning."""
+        """Name -> a tensor with the shape and dtype of that weight. Its values have no meaning, but for `frozen`."""
         return self.tensors.specs if isinstance(self.tensors, GatheredTensors) else self.tensors
 
 

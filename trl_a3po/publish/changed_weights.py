@@ -2,7 +2,8 @@
 
 Guarantees: a weight that required a gradient once is sent with every update from then on, so that a layer that is
 frozen later keeps its last values in the engine; a frozen weight is sent when its fingerprint is another than that of
-its values in the engine.
+its values in the engine. Engines may read frozen weights where the trainer has them: a frozen weight that is about to
+be sent is moved in the trainer first, so that what is written to it from then on is not read before it is published.
 """
 
 import logging
@@ -20,11 +21,19 @@ class ChangedWeights:
         sources: the weights as the engine is started with them.
         check_frozen: called with the names of frozen weights that have changed, before they are sent; it raises where
             the engine cannot take them.
+        read_in_place: whether engines may read frozen weights where they are.
     """
 
-    def __init__(self, sources: Mapping[str, WeightSource], check_frozen: Callable[[set[str]], None] = lambda _: None):
+    def __init__(
+        self,
+        sources: Mapping[str, WeightSource],
+        check_frozen: Callable[[set[str]], None] = lambda _: None,
+        *,
+        read_in_place: bool = False,
+    ):
         self._trained = {name for name, source in sources.items() if source.trained}
         self._in_engine = fingerprint(self._frozen(sources))
+        self._read_in_place = set(self._frozen(sources)) if read_in_place else set()
         self._check_frozen = check_frozen
         self._warned = False
 
@@ -40,8 +49,14 @@ class ChangedWeights:
         if changed:
             self._check_frozen(changed)
             self._warn(changed)
+        sent = self._trained | changed
+        if self._read_in_place & sent:
+            for name in self._read_in_place & sent:
+                _move(sources[name])
+            self._read_in_place -= sent
+            now = fingerprint(self._frozen(sources))
         self._in_engine = now
-        return self._trained | changed
+        return sent
 
     def _frozen(self, sources: Mapping[str, WeightSource]) -> dict[str, WeightSource]:
         return {name: source for name, source in sources.items() if name not in self._trained}
@@ -55,3 +70,10 @@ class ChangedWeights:
                 min(changed),
                 len(changed),
             )
+
+
+def _move(source: WeightSource) -> None:
+    """Give a weight that is not made of others memory of its own."""
+    if source.template is None:
+        weight = source.tensors[0]
+        weight.data = weight.data.clone()

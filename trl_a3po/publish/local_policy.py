@@ -42,7 +42,7 @@ class LocalPolicy:
     ):
         self._model = model
         self._sources = sources
-        self._changed = ChangedWeights(sources(model), check_frozen)
+        self._changed = ChangedWeights(sources(model), check_frozen, read_in_place=True)
         self._weights: dict[str, torch.Tensor] = {}
 
     def update(self, version: int, *, complete: bool = False) -> WeightUpdate:

@@ -60,15 +60,16 @@ def local_update(
     chosen = {name: source for name, source in sources.items() if complete or source.trained or name in also}
     views = {name: source.value() for name, source in chosen.items() if source.template is None}
     templates = {name: source.template for name, source in chosen.items() if source.template is not None}
+    frozen = frozenset(name for name, source in chosen.items() if complete and not source.trained)
     if not templates:
-        return WeightUpdate(version, views, complete)
+        return WeightUpdate(version, views, complete, frozen)
 
     @contextmanager
     def gather(names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
         yield {name: views[name] if name in views else evaluate(chosen[name].value) for name in names}
 
     buckets = [list(views), *([name] for name in templates)]
-    return WeightUpdate(version, GatheredTensors(views | templates, buckets, gather), complete)
+    return WeightUpdate(version, GatheredTensors(views | templates, buckets, gather), complete, frozen)
 
 
 def full_shape(tensor: torch.Tensor) -> torch.Size:

@@ -42,6 +42,7 @@ def trainer_plan(
     forward: str,
     processes: int = 1,
     zero_stage: int = 0,
+    shared_bytes: int = 0,
 ) -> str:
     """The plan of the configuration, followed by the training forward and the memory of trainer and engine.
 
@@ -52,6 +53,7 @@ def trainer_plan(
         forward: how training forwards run, in words.
         processes: number of processes that train; the memory is that of each.
         zero_stage: stage of DeepSpeed ZeRO; 0 without DeepSpeed.
+        shared_bytes: of frozen weights of the trainer that the engine reads where they are.
     """
     split = MemorySplit.of(processes, zero_stage)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -59,6 +61,7 @@ def trainer_plan(
     gradients = sum(full_shape(p).numel() * p.element_size() for p in trained) // split.gradients
     states = ADAM_STATES * FP32_BYTES * sum(full_shape(p).numel() for p in trained) // split.optimizer_states
     replica = engine_bytes * sum(full_shape(p).numel() for p in model.parameters())
+    published = engine_bytes * sum(full_shape(p).numel() for p in trained)
     cache = slots * kv_values_per_token(model.config) * args.max_completion_length * engine_bytes
     layout = f"ZeRO-{zero_stage}" if zero_stage else "data parallel" if processes > 1 else "one process"
     lines = {
@@ -74,9 +77,11 @@ def trainer_plan(
             f"{_vllm_share(args)} (with the replica, {_gib(replica)}), and the published copy, {_gib(replica)}"
         )
     elif args.engine != "vllm":
+        saved = f", of which {_gib(shared_bytes)} are the trainer's own frozen weights" if shared_bytes else ""
         lines["engine memory"] = (
-            f"{_gib(2 * replica + cache)} (replica {_gib(replica)}, published copy {_gib(replica)}, "
-            f"cache of {slots} completions {_gib(cache)}), and the cache of their prompts"
+            f"{_gib(replica - shared_bytes + published + cache)} (replica {_gib(replica)}{saved}, published copy of "
+            f"what is trained {_gib(published)}, cache of {slots} completions {_gib(cache)}), and the cache of their "
+            "prompts"
         )
     return f"{config_plan(args)}\n{table(lines)}"
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from trl_a3po.config import A3POConfig
@@ -67,6 +68,16 @@ def shares_gpu(args: A3POConfig, on: torch.device, device: torch.device) -> bool
     current = torch.cuda.current_device()
     trains = [current if device.index is None else device.index, *range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))]
     return (current if on.index is None else on.index) in trains
+
+
+def shared_with_engine(args: A3POConfig, model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes of the frozen weights of `model` that the engine, which runs in `dtype`, reads where the trainer has
+    them on `device`."""
+    on = {torch.device(name) for name in args.engine_devices} or {device}
+    if args.engine != "transformers" or device.type != "cuda" or device not in on:
+        return 0
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype == dtype and p.device == device]
+    return sum(p.numel() * p.element_size() for p in frozen)
 
 
 def _transformers_engine(args: A3POConfig, on: torch.device, device: torch.device, slots: int) -> Engine:

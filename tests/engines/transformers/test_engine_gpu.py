@@ -62,6 +62,28 @@ def test_a_restarted_worker_has_the_weights_published_last():
         engine.close()
 
 
+def test_an_adapters_frozen_base_is_not_copied():
+    base = tiny_model("llama-tied", max_position_embeddings=256, hidden_size=512, vocab_size=2**18).cuda()
+    size = base.get_input_embeddings().weight.nbytes  # 0.5 GiB
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).eval()
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info()
+    engine = started(model, 20, device="cuda:0")
+    try:
+        assert engine._staging.shared.keys() == {n for n, p in model.named_parameters() if not p.requires_grad}
+        assert_serves(engine, model, 0)
+        context = 2**30  # of the worker
+        assert free - torch.cuda.mem_get_info()[0] < context + size
+        train(model)
+        engine.publish(collect_weights(model, 1, complete=False))
+        assert_serves(engine, model, 1)
+        os.kill(engine.worker_pid, signal.SIGKILL)
+        until(lambda: engine.stats().restarts == 1)
+        assert_serves(engine, model, 1)
+    finally:
+        engine.close()
+
+
 def test_the_trainer_and_the_engine_may_use_different_gpus():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

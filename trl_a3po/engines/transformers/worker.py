@@ -30,7 +30,7 @@ def _set_up(channel: Channel) -> "tuple[Load, SlotDecoder]":
     """Build the replica, then load its first weights."""
     import torch
 
-    from trl_a3po.engines.staging import attach
+    from trl_a3po.engines.staging import attach, usable_in_place
     from trl_a3po.engines.transformers.decoder import SlotDecoder
     from trl_a3po.models.replica import build_replica, load_update
     from trl_a3po.protocol.weights import WeightUpdate
@@ -40,8 +40,8 @@ def _set_up(channel: Channel) -> "tuple[Load, SlotDecoder]":
     device = torch.device(setup.device)
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
-    model = build_replica(setup.spec, device)
     views = attach(handle)
+    model = build_replica(setup.spec, device, usable_in_place(handle, views, device))
     channel.send(("built",))
 
     def load(version: int, names: tuple[str, ...] | None) -> None:
