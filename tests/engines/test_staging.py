@@ -41,7 +41,7 @@ def test_an_incomplete_write_leaves_the_rest_as_it_was():
     staging = Staging(update(1), torch.float32, CPU)
     views = attach(staging.handle())
     matrix = update(2).tensors["matrix"]
-    assert staging.write(WeightUpdate(2, {"matrix": matrix}, complete=False)) == matrix.nbytes
+    assert staging.write(WeightUpdate(2, {"matrix": matrix}, complete=False)) == (matrix.nbytes, None)
     assert torch.equal(views["matrix"], matrix)
     assert torch.equal(views["transposed"], update(1).tensors["transposed"])
     staging.close()
@@ -87,9 +87,28 @@ def test_frozen_weights_on_the_replicas_gpu_are_not_copied():
     staging = Staging(WeightUpdate(1, on_gpu, frozen=frozen), torch.float32, torch.device("cuda:0"))
     assert set(staging.shared) == frozen
     assert {place.name for place in staging.places} == set(on_gpu) - frozen
-    assert staging.write(WeightUpdate(2, {"matrix": on_gpu["matrix"]}, complete=False)) == 0
+    assert staging.write(WeightUpdate(2, {"matrix": on_gpu["matrix"]}, complete=False))[0] == 0
     elsewhere = update(2).tensors["matrix"].cuda()
-    assert staging.write(WeightUpdate(3, {"matrix": elsewhere}, complete=False)) == elsewhere.nbytes
+    written, arrival = staging.write(WeightUpdate(3, {"matrix": elsewhere}, complete=False))
+    arrival.wait()
+    assert written == elsewhere.nbytes
     assert torch.equal(staging.shared["matrix"], elsewhere)
     assert set(Staging(WeightUpdate(1, on_gpu, frozen=frozen), torch.bfloat16, torch.device("cuda:0")).shared) == set()
+    staging.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("replica", ["cpu", "cuda:0"])
+def test_what_arrives_is_what_the_weights_were_when_the_write_returned(replica):
+    weights = {name: tensor.cuda() for name, tensor in update(1).tensors.items()}
+    weights["large"] = torch.randn(2**26, device="cuda")
+    staging = Staging(WeightUpdate(1, weights), torch.bfloat16, torch.device(replica))
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    _, arrival = staging.write(WeightUpdate(2, weights))
+    for tensor in weights.values():  # training goes on
+        tensor.zero_()
+    arrival.wait()
+    for name, view in staging._views.items():
+        assert torch.equal(view.cuda(), before[name].to(view.dtype))
     staging.close()

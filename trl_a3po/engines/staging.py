@@ -26,7 +26,8 @@ import numpy
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from trl_a3po.protocol.weights import WeightUpdate
+from trl_a3po.engines.arrival import Arrival
+from trl_a3po.protocol.weights import GatheredTensors, WeightUpdate
 from trl_a3po.workers.standard_files import above_standard_files
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,9 @@ class Staging:
             self._fd = _anonymous_file(size)
             self._buffer = _map(self._fd, size)
         self._views = self.shared | _views(self._buffer, self.places)
-        self.write(update)
+        _, arrival = self.write(update)
+        if arrival is not None:
+            arrival.wait()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -107,17 +110,29 @@ class Staging:
         return Handle(opener, argument, self.places, shared, self.frozen)
 
     @torch.no_grad()
-    def write(self, update: WeightUpdate) -> int:
-        """Copy the tensors in; the number of bytes written. They have arrived when this returns."""
-        written = 0
-        for name, tensor in update.tensors.items():
-            view = self._views[name]
-            if name not in self.shared or tensor.data_ptr() != view.data_ptr():
-                _copy(view, tensor)
-                written += view.nbytes
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return written
+    def write(self, update: WeightUpdate) -> tuple[int, Arrival | None]:
+        """Copy the tensors in; the number of bytes, and what has to be waited for before they may be read: `None` if
+        they have arrived when this returns. The tensors of the update may change as soon as this returns."""
+        gpu = None if isinstance(update.tensors, GatheredTensors) else _common_gpu(update.tensors)
+        if gpu is None:
+            written = sum(self._write_now(name, tensor) for name, tensor in update.tensors.items())
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            return written, None
+        targets = [
+            (self._views[name], tensor) for name, tensor in update.tensors.items() if not self._has(name, tensor)
+        ]
+        return sum(place.nbytes for place, _ in targets), Arrival.begin(targets, gpu)
+
+    def _write_now(self, name: str, tensor: torch.Tensor) -> int:
+        if self._has(name, tensor):
+            return 0
+        _copy(self._views[name], tensor)
+        return self._views[name].nbytes
+
+    def _has(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is the one that the worker reads."""
+        return name in self.shared and tensor.data_ptr() == self._views[name].data_ptr()
 
     def close(self) -> None:
         self._views = self.shared = {}
@@ -158,6 +173,13 @@ def _open(rebuild: Callable[..., torch.Tensor], arguments: tuple[Any, ...], devi
     if device_index is not None:
         arguments = (*arguments[:_DEVICE_INDEX], device_index, *arguments[_DEVICE_INDEX + 1 :])
     return rebuild(*arguments)
+
+
+def _common_gpu(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
+    """The GPU that all of the tensors are on, if there is one."""
+    devices = {tensor.device for tensor in tensors.values()}
+    only = devices.pop() if len(devices) == 1 else None
+    return only if only is not None and only.type == "cuda" else None
 
 
 def _fits_twice(size: int, device: torch.device) -> bool:

@@ -4,17 +4,17 @@ Guarantees: every request ends in one event, also when its worker dies; a reques
 weights that were published before it; the worker reads weights only while nobody writes them; a dead worker is
 restarted, at most `max_restarts` times, and loads the weights published last.
 
-One thread, "a3po-engine", starts the workers and reads their messages. Every method may be called from any thread;
-`self._changed` guards the state and is notified of whatever a caller may wait for.
+One thread, "a3po-engine", starts the workers and reads their messages; another one, "a3po-publish", waits for weights
+on their way into the staging memory. Every method may be called from any thread; `self._changed` guards the state and
+is notified of whatever a caller may wait for.
 """
 
-import contextlib
 import logging
 import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +73,7 @@ class Supervisor:
         self._heard = time.monotonic()
         self._error: str | None = None
         self._closing = False
+        self._publisher: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="a3po-engine", daemon=True)
 
     # --- what the engine calls -----------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ class Supervisor:
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         with self._changed:
-            self._requests.cancel(request_ids, self._channel)
+            self._requests.cancel(request_ids, self._accepting)
 
     def wait(self, timeout: float) -> list[EngineEvent]:
         with self._changed:
@@ -127,16 +128,15 @@ class Supervisor:
             raise ValueError(logps)
         return logps, version
 
-    @contextlib.contextmanager
-    def writing(self, version: int, names: tuple[str, ...] | None, timeout: float) -> Iterator[None]:
-        """A context in which the staging memory may be written. When it ends, the worker loads `names` (`None`:
-        everything) as `version`.
+    def begin_writing(self, version: int, timeout: float) -> None:
+        """From now on the staging memory may be written, until `end_writing`. Requests and scores that come meanwhile
+        are kept until the worker has been sent the new weights.
 
         Raises:
             EngineError: the worker has not finished loading the previous version within `timeout` seconds.
         """
         with self._changed:
-            free = self._wait(lambda: not self._loading or self._error or self._closing, timeout)
+            free = self._wait(lambda: not (self._loading or self._writing) or self._error or self._closing, timeout)
             self._raise_if_over()
             if not free:
                 raise EngineError(
@@ -144,22 +144,41 @@ class Supervisor:
                     f"has still not loaded version {self._version}. {self._situation()}"
                 )
             self._writing = True
-        try:
-            yield
-        except BaseException as error:
-            with self._changed:
-                self._writing = False
-                self._end_with(f"Writing version {version} failed half-way ({error}), so the weights are mixed.")
-            raise
+
+    def end_writing(self, version: int, names: tuple[str, ...] | None, arrived: Callable[[], None] | None) -> None:
+        """The worker loads `names` (`None`: everything) as `version`, once `arrived` has returned, which a thread of
+        its own calls; `None`: they have arrived."""
+        if arrived is None:
+            self._send_version(version, names)
+            return
+
+        def wait_and_send() -> None:
+            try:
+                arrived()
+            except BaseException as error:
+                self.fail_writing(version, error)
+            else:
+                self._send_version(version, names)
+
+        self._publisher = threading.Thread(target=wait_and_send, name="a3po-publish", daemon=True)
+        self._publisher.start()
+
+    def fail_writing(self, version: int, error: BaseException) -> None:
+        with self._changed:
+            self._writing = False
+            self._end_with(f"Writing version {version} failed half-way ({error}), so the weights are mixed.")
+
+    def _send_version(self, version: int, names: tuple[str, ...] | None) -> None:
         with self._changed:
             self._writing = False
             self._version = version
-            if self._worker is None:
-                return  # the next worker loads everything
-            if self._accepts_requests:
+            if self._worker is not None and self._accepts_requests:
                 self._load(self._worker, names)
-            elif self._built:
+                self._requests.send_rest(self._worker.channel)
+            elif self._worker is not None and self._built:
                 self._load_all(self._worker)
+            # Otherwise the next worker loads everything.
+            self._changed.notify_all()
 
     def stats(self) -> EngineStats:
         with self._changed:
@@ -190,6 +209,8 @@ class Supervisor:
             self._changed.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(2 * _END_TIMEOUT)
+        if self._publisher is not None:
+            self._publisher.join(2 * _END_TIMEOUT)
         self._staging.close()
 
     # --- the thread ---------------------------------------------------------------------------------------------
@@ -320,7 +341,12 @@ class Supervisor:
 
     @property
     def _channel(self) -> Channel | None:
-        """Where requests can be sent now; `None` while there is no worker that accepts them."""
+        """Where requests can be sent now; `None` while there is no worker that accepts them, or while one has not been
+        sent the weights that were published last."""
+        return None if self._writing else self._accepting
+
+    @property
+    def _accepting(self) -> Channel | None:
         return self._worker.channel if self._worker is not None and self._accepts_requests else None
 
     def _wait(self, done: Callable[[], object], timeout: float) -> bool:

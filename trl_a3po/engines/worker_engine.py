@@ -5,7 +5,10 @@ guard, notebooks, and programs read from standard input work; weights travel thr
 memory on a GPU, never through a disk; an update of an adapter moves only the adapter's bytes; the worker process never
 outlives this process, and `close`, garbage collection and the exit of the interpreter all end it.
 
-Threads: one, "a3po-engine", which belongs to the `Supervisor`.
+`publish` returns when the weights are copied on their own device; they may still be on their way to the worker, and
+requests that come meanwhile wait for them.
+
+Threads: those of the `Supervisor`.
 """
 
 import time
@@ -105,8 +108,13 @@ class WorkerEngine:
         supervisor = self._started()
         self._check(update)
         names = None if update.complete else tuple(update.tensors)
-        with supervisor.writing(update.version, names, self._publish_timeout):
-            self._published_bytes = self._started_staging().write(update)
+        supervisor.begin_writing(update.version, self._publish_timeout)
+        try:
+            self._published_bytes, arrival = self._started_staging().write(update)
+        except BaseException as error:
+            supervisor.fail_writing(update.version, error)
+            raise
+        supervisor.end_writing(update.version, names, None if arrival is None else arrival.wait)
         self._version = update.version
         self._publish_seconds = time.monotonic() - began
 

@@ -2,13 +2,17 @@
 
 import copy
 import itertools
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.engines.transformers.running import events_of, started, train
-from tests.engines.transformers.tiny_models import gap, prompts, request, tiny_model
+from tests.engines.transformers.tiny_models import clean_logps, gap, prompts, request, tiny_model
+from tests.workers.processes import TIMEOUT, until
+from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished
 from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.collect import collect_weights
@@ -143,3 +147,62 @@ def test_a_complete_update_that_forgets_a_weight_is_refused(tied):
     del tensors["model.norm.weight"]
     with pytest.raises(ValueError, match=r"lacks 'model\.norm\.weight'"):
         tied.engine.publish(WeightUpdate(tied.version + 1, tensors))
+
+
+def test_requests_that_come_while_weights_are_on_their_way_wait_for_them_and_others_go_on():
+    model = tiny_model(max_position_embeddings=2048)
+    engine, arrived = started(model, 1500, slots=2), threading.Event()
+    write = engine._staging.write
+    engine._staging.write = lambda update: (write(update)[0], SimpleNamespace(wait=lambda: arrived.wait(TIMEOUT)))
+    try:
+        engine.submit([request(0, (5, 6))])
+        until(lambda: engine.stats().tokens > 0)
+        train(model)
+        engine.publish(collect_weights(model, 1, complete=False))  # returns, though nothing has arrived
+        engine.submit([request(1, (7, 8), 1)])
+        sampled = engine.stats().tokens
+        until(lambda: engine.stats().tokens > sampled)
+        assert engine.stats().waiting_requests == 1
+        engine.cancel([0])
+        arrived.set()
+        logps, version = engine.score((5, 6), (7, 8), TIMEOUT)
+        assert version == 1
+        assert (torch.tensor(logps) - clean_logps(model, (5, 6), (7, 8))).abs().max() < 1e-4
+        [rollout] = events_of(engine, [1])[1].rollouts
+        assert set(rollout.versions) == {1}
+    finally:
+        arrived.set()
+        engine.close()
+
+
+def test_weights_that_do_not_arrive_end_the_engine_with_the_reason():
+    model = tiny_model()
+    engine = started(model, 8)
+
+    def fail():
+        raise RuntimeError("no room")
+
+    write = engine._staging.write
+    engine._staging.write = lambda update: (write(update)[0], SimpleNamespace(wait=fail))
+    try:
+        engine.publish(collect_weights(model, 1, complete=False))
+        with pytest.raises(EngineError, match=r"version 1 failed half-way \(no room\)"):
+            engine.wait(TIMEOUT)
+    finally:
+        engine.close()
+
+
+def test_the_next_publish_waits_for_the_weights_that_are_on_their_way():
+    model = tiny_model()
+    engine, arrived = started(model, 8, publish_timeout=0.5), threading.Event()
+    write = engine._staging.write
+    engine._staging.write = lambda update: (write(update)[0], SimpleNamespace(wait=lambda: arrived.wait(TIMEOUT)))
+    try:
+        engine.publish(collect_weights(model, 1, complete=False))
+        with pytest.raises(EngineError, match=r"Version 2 cannot be published: after publish_timeout=0\.5"):
+            engine.publish(collect_weights(model, 2, complete=False))
+        arrived.set()
+        assert engine.score((5, 6), (7, 8), TIMEOUT)[1] == 1
+    finally:
+        arrived.set()
+        engine.close()
