@@ -176,7 +176,7 @@ def test_cuda_graphs_sample_what_plain_steps_sample(name, mode, dtype):
         serving = tiny_model(name).cuda().to(dtype)
         decoder = SlotDecoder(serving, stopping(40, top_p=0.95), slots=7, kv_on_publish=mode)
         if not graphs:
-            decoder._steps._capture, decoder._ahead = None, 0
+            decoder._steps._capture = None
         for i, text in enumerate(prompts(9)):
             decoder.submit(request(i, text, 2))
         groups = [decoder.step() for _ in range(12)]
