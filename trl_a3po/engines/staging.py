@@ -152,7 +152,7 @@ def attach(handle: Handle, device_index: int | None = None) -> dict[str, torch.T
         buffer = _map(handle.opener, handle.argument)
     else:
         buffer = _open(handle.opener, handle.argument, device_index)
-    shared = {name: _open(*of_tensor, device_index) for name, of_tensor in handle.shared.items()}
+    shared = {name: _open(rebuild, arguments, device_index) for name, (rebuild, arguments) in handle.shared.items()}
     return shared | _views(buffer, handle.places)
 
 
