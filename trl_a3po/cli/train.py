@@ -96,8 +96,11 @@ def parse_command(arguments: Sequence[str]) -> tuple[A3POScriptArguments, A3POCo
         arguments = ["--config", str(recipe), *arguments]
     try:
         return (*_parse(arguments), folders)
-    except (ValueError, TypeError) as error:  # argparse and dataclasses raise the second for a value of another kind
+    except ValueError as error:
         raise SettingsError(_readable(str(error))) from error
+    except (TypeError, LookupError, AttributeError) as error:  # of dataclasses that do not check their values
+        kind = type(error).__name__
+        raise SettingsError(f"a setting has a value of a kind that it cannot have ({kind}: {error})") from error
 
 
 def check_recipe(recipe: Path) -> None:

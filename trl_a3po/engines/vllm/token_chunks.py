@@ -39,7 +39,7 @@ class _Answer(msgspec.Struct, gc=False):
     choices: list[_Choice]
 
 
-UNREADABLE = (msgspec.MsgspecError, RecursionError)  # the second of brackets within brackets
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last of brackets within brackets
 _answer = msgspec.json.Decoder(_Answer)
 _answers = msgspec.json.Decoder(list[_Answer])
 
