@@ -23,6 +23,7 @@ from trl_a3po.config.documentation import setting_rows
 from trl_a3po.objectives.table import OBJECTIVES, SETTINGS_OF
 from trl_a3po.publish.adapter_or_merged import publishes_merged
 from trl_a3po.session import build_engine, build_episodes, build_queue, build_scorer
+from trl_a3po.session.engine_gap import EngineGapOfRun
 
 VLLM = {"engine": "vllm"}
 VLLM_SERVERS = {"engine": "vllm", "vllm_server_urls": ["http://127.0.0.1:8000"]}
@@ -46,6 +47,7 @@ CASES = {  # setting -> (two values, the settings that go with them)
     "deterministic": (False, True, {"engine_max_prompt_tokens": 8}),
     "engine_max_prompt_tokens": (8, 16, {"deterministic": True}),
     "lora_sync": ("adapter", "merged", {}),
+    "max_engine_gap": (None, 0.5, {}),
     "vllm_server_urls": (None, ["http://127.0.0.1:8000"], VLLM),
     "vllm_weight_transfer": ("auto", "disk", VLLM_SERVERS),
     "vllm_weights_dir": (None, "weights", VLLM_SERVERS),
@@ -160,7 +162,8 @@ def test_a_setting_changes_what_a_run_is_built_from(setting, monkeypatch, lora_p
     def observed(value) -> tuple:
         args = config(**{**others, setting: value})
         dtype = build_engine.engine_dtype(args, lora_policy, "no")
-        return parts.of(args), anchor_and_weight(args), dtype, publishes_merged(args, lora_policy)
+        largest_gap = EngineGapOfRun(args, lora_policy, "no").of_probes.limit
+        return parts.of(args), anchor_and_weight(args), dtype, publishes_merged(args, lora_policy), largest_gap
 
     one, other, others = CASES[setting]
     assert observed(one) == observed(one)

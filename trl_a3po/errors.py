@@ -28,8 +28,9 @@ class DeliveryError(EngineError):
     """The engine does not sample from the weights that were published to it.
 
     Raised by the delivery check at the start of a run and after a publish, when the log-probs of the engine do not
-    follow those of the trainer. Training is stopped rather than continued on rollouts of the wrong policy. The message
-    gives the measured gaps and what usually causes them. `delivery_check_steps=0` turns the check off.
+    follow those of the trainer, and during the run, when the two differ by more than `max_engine_gap`. Training is
+    stopped rather than continued on rollouts of the wrong policy. The message gives the measured gaps and what usually
+    causes them. `delivery_check_steps=0` turns the delivery check off.
     """
 
 

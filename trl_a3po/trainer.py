@@ -435,6 +435,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         version, batch = self.state.global_step, self._current_batch
         batch.take_number = self._step // self.args.micro_steps_per_take % self.args.takes_per_generation
         if batch.at_first_take:
+            gaps = self._team.gather(self._loss_metrics.batch_gap()) or ()
+            self._team.run_on_main(lambda: self._main_session.see_gaps(gaps))
             with self._timed("a3po/time/publish"):
                 self._team.run_on_main(lambda: self._publish_if_due(version))
         began = time.perf_counter()

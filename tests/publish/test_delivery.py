@@ -16,6 +16,7 @@ from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.collect import collect_weights, policy_sources, policy_spec
 from trl_a3po.publish.delivery import DeliveryCheck, ProbeTokens
 from trl_a3po.publish.delivery_faults import StartMeasurements, fault_after_publish
+from trl_a3po.publish.gap_watch import GapWatch
 from trl_a3po.publish.local_policy import LocalPolicy, call_with_weights, probe_logps
 from trl_a3po.publish.merged import collect_merged, merged_sources, merged_spec
 from trl_a3po.publish.perturbation import perturbed_weights
@@ -39,7 +40,10 @@ def check_of(engine, model, *, version: int = 0, spec=None, update=None, sources
         spec or policy_spec(model, torch.float32), sampling, update or collect_weights(model, version, complete=True)
     )
     probes = ProbeTokens.of_prompts(PROMPTS, 16)
-    return DeliveryCheck(engine, LocalPolicy(model, sources), probes, temperature=1.0, every=every, timeout=60.0)
+    watch = GapWatch("the probe tokens", torch.float32)
+    return DeliveryCheck(
+        engine, LocalPolicy(model, sources), probes, temperature=1.0, every=every, timeout=60.0, watch=watch
+    )
 
 
 def stub(engine_class=StubEngine, *arguments):

@@ -151,6 +151,15 @@ class EngineSettings:
             "switches all checks off."
         },
     )
+    max_engine_gap: Annotated[float, Range(above=0)] | None = field(
+        default=None,
+        metadata={
+            "help": "Largest mean |Δ log-prob| between the engine and the trainer, under the same weights, that is "
+            "normal. Beyond it the run warns, and after 5 such measurements in a row it stops. Default: 10 times the "
+            "gap of the first fresh batch, but from 0.005 to 0.02 in float32, from 0.02 to 0.1 in float16 and from "
+            "0.1 to 0.3 in bfloat16."
+        },
+    )
 
 
 @dataclass

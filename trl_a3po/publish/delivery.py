@@ -5,6 +5,7 @@ Guarantees, for any engine of `protocol/engine.py`:
   trainer's do; then the true weights are published again, and the log-probs must move back;
 - later, every `every` optimizer steps, the engine must be closer to the version published last than to any version
   checked before, provided that the two versions differ by three times the gap at start;
+- the gap between engine and trainer is watched (`gap_watch.py`);
 - every answer names its version, which must be the one published last.
 
 `delivery_faults.py` has the decisions and the reasons for their numbers.
@@ -23,6 +24,7 @@ from trl_a3po.protocol.engine import Engine
 from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.delivery_faults import CAUSES, StartMeasurements, distance, fault_after_publish
 from trl_a3po.publish.fingerprint import Fingerprint
+from trl_a3po.publish.gap_watch import GapWatch
 from trl_a3po.publish.perturbation import MAX_MOVEMENT, MIN_MOVEMENT, StrengthSearch
 
 NUM_PROBES, PROMPT_TOKENS, COMPLETION_TOKENS = 2, 8, 8
@@ -73,7 +75,8 @@ class DeliveryCheck:
         policy: the policy that is trained.
         probes: the tokens to score.
         temperature: of the log-probs.
-        every: optimizer steps between two later checks.
+        every: optimizer steps between two later checks. While the gap is not normal, every publish is checked.
+        watch: what says whether the gap is normal.
         timeout: seconds to wait for one answer of the engine.
     """
 
@@ -86,6 +89,7 @@ class DeliveryCheck:
         temperature: float,
         every: int,
         timeout: float,
+        watch: GapWatch,
     ):
         self._engine = engine
         self._policy = policy
@@ -93,6 +97,8 @@ class DeliveryCheck:
         self._temperature = temperature
         self._every = every
         self._timeout = timeout
+        self._watch = watch
+        self._gap_is_normal = True
         self._start_gap = 0.0
         self._trainer_logps: dict[int, torch.Tensor] = {}  # by version
         self._gaps: list[float] = []
@@ -110,26 +116,35 @@ class DeliveryCheck:
         self._raise_on(measured.fault())
         self._start_gap = measured.gap
         self._trainer_logps[version] = true
-        self._gaps.append(measured.gap)
+        self._note(measured.gap)
         return measured
 
     def after_publish(self, version: int) -> None:
         """Check if a check is due. The weights of the policy have just been published as `version`.
 
         Raises:
-            DeliveryError: the engine samples from other weights.
+            DeliveryError: the engine samples from other weights, or the gap has not been normal for several checks.
         """
-        if version - max(self._trainer_logps) < self._every:
+        if self._gap_is_normal and version - max(self._trainer_logps) < self._every:
             return
         current, scored = self._score_by_trainer(), self._score_by_engine(version)
         self._raise_on(fault_after_publish(scored, current, self._trainer_logps, version, self._start_gap))
         self._trainer_logps[version] = current
-        self._gaps.append(distance(scored, current))
+        self._note(distance(scored, current))
+
+    @property
+    def gap_is_normal(self) -> bool:
+        """Whether the last check found no larger gap than is normal."""
+        return self._gap_is_normal
 
     def new_gaps(self) -> list[float]:
         """The gaps between engine and trainer since the last call: mean |Δ log-prob| over the probe tokens."""
         gaps, self._gaps = self._gaps, []
         return gaps
+
+    def _note(self, gap: float) -> None:
+        self._gaps.append(gap)
+        self._gap_is_normal = self._watch.see(gap)
 
     def _score_perturbed(self, version: int, true: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The trainer's and the engine's log-probs under weights that move the trainer's far enough from `true`."""

@@ -29,6 +29,7 @@ class LossMetrics:
         self._caches_are_kept = caches_are_kept
         self._tallies: list[Tally] = []
         self._comparisons: dict[str, ProximalComparison] = {}  # by minibatch
+        self._batch_gap: EngineGap | None = None
 
     @property
     def empty(self) -> bool:
@@ -37,7 +38,9 @@ class LossMetrics:
     def add(self, stats: Tally, policy_logps: torch.Tensor, inputs: dict[str, Any], version: int) -> None:
         """Add a micro-batch that was trained at `version`, with the `stats` of the objective; `policy_logps` is `(B,
         T)`."""
-        tallies = [stats, *self._gaps(policy_logps, inputs, version)]
+        gaps = self._gaps(policy_logps, inputs, version)
+        self._batch_gap = gaps[0] if self._batch_gap is None else self._batch_gap + gaps[0]
+        tallies = [stats, *gaps]
         self._tallies = [a + b for a, b in zip(self._tallies, tallies, strict=True)] if self._tallies else tallies
 
     def compare(
@@ -86,6 +89,12 @@ class LossMetrics:
         for minibatch, comparison in zip(minibatches, compared, strict=False):
             metrics |= comparison.named(minibatch)
         return metrics
+
+    def batch_gap(self) -> tuple[float, int]:
+        """The sum of |Δ log-prob| between engine and trainer over the tokens of this process that can be compared, and
+        their number, since the last call."""
+        gap, self._batch_gap = self._batch_gap, None
+        return (0.0, 0) if gap is None else (gap.sums.sum().item(), int(gap.count.sum()))
 
     def _gaps(self, policy_logps: torch.Tensor, inputs: dict[str, Any], version: int) -> list[EngineGap]:
         stamped = inputs["sampling_per_token_logps"], inputs["behavior_versions"]

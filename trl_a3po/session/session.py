@@ -7,6 +7,7 @@ and nowhere else, and their delivery is checked when due.
 import contextlib
 import itertools
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trl_a3po.config import A3POConfig
@@ -24,6 +25,7 @@ from trl_a3po.session.build_queue import build_queue
 from trl_a3po.session.build_scorer import PublishedStates, build_scorer, recorded_columns
 from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.cores import SharedCores
+from trl_a3po.session.engine_gap import EngineGapOfRun
 from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evaluation_prompts
 from trl_a3po.session.prompt_rows import tokenize_or_leave_out
 from trl_a3po.session.resuming import RunState, new_run
@@ -62,6 +64,7 @@ class Session:
         # With a fixed lag, every batch has its own publish.
         self._weight_sync_steps = args.weight_sync_steps if args.lag is None else 1
         self._served = ServedWeights(policy.fingerprint)
+        self._gap = EngineGapOfRun(args, self._model, trainer.accelerator.mixed_precision)
         self._evaluation = EvaluationScores()
         self.evaluation_noise = FIRST_NOISE_KEY
         self._delivery: DeliveryCheck | None = None
@@ -105,6 +108,17 @@ class Session:
         if version - self.publishes_counted_from >= self._weight_sync_steps:
             self._publish(version)
             self.publishes_counted_from = version
+
+    def see_gaps(self, gaps: Sequence[tuple[float, int]]) -> None:
+        """Check the gap between engine and trainer in the batch that has just been trained.
+
+        Args:
+            gaps: for each process, the sum of |Δ log-prob| over the tokens that can be compared, and their number.
+
+        Raises:
+            DeliveryError: the gap has not been normal for several batches in a row.
+        """
+        self._gap.see(gaps)
 
     def end_evaluations(self, version: int) -> None:
         """Before training goes on: publish the policy once more if evaluations have left other weights in the engine,
@@ -211,6 +225,7 @@ class Session:
             temperature=args.temperature,
             every=args.delivery_check_steps,
             timeout=args.stall_timeout,
+            watch=self._gap.of_probes,
         )
         check.at_start(version)
         return check
@@ -231,11 +246,12 @@ class Session:
         self._states.published(version)
         began = time.monotonic()
         with self.timeline.span("publish", version=version):
-            self.queue.publish(self._policy.update(version))
+            self.queue.publish(self._policy.update(version, complete=self._gap.asks_for_all_weights()))
         self.published_version = version
         self._served.published(began, for_evaluation=for_evaluation)
         if self._delivery is not None:
             self._delivery.after_publish(version)
+            self._gap.probed(self._delivery.gap_is_normal)
 
 
 def _sampling(trainer: "A3POTrainer") -> SamplingSettings:

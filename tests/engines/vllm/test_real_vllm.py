@@ -19,6 +19,7 @@ from trl_a3po.errors import DeliveryError
 from trl_a3po.protocol.engine import GroupRequest, SamplingSettings
 from trl_a3po.publish.collect import collect_weights, policy_sources, policy_spec
 from trl_a3po.publish.delivery import DeliveryCheck, ProbeTokens
+from trl_a3po.publish.gap_watch import GapWatch
 from trl_a3po.publish.local_policy import LocalPolicy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -165,7 +166,15 @@ def delivery_check(model, url, tmp_path, *, temperature=TEMPERATURE) -> None:
         sampling = SamplingSettings(8, temperature=TEMPERATURE, stop_token_ids=(2,))
         engine.start(policy_spec(model, torch.float32), sampling, collect_weights(model, 0, complete=True))
         policy = LocalPolicy(model, policy_sources)
-        DeliveryCheck(engine, policy, known, temperature=temperature, every=1, timeout=60).at_start(0)
+        DeliveryCheck(
+            engine,
+            policy,
+            known,
+            temperature=temperature,
+            every=1,
+            timeout=60,
+            watch=GapWatch("the probe tokens", torch.float32),
+        ).at_start(0)
     finally:
         engine.close()
 
