@@ -120,9 +120,9 @@ BUILT = {
         "The prompt None is neither text nor a list of messages with 'role' and 'content': correct or remove the row "
         "{'prompt': None}"),
     "prompt beyond the context": (
-        None, {"train_dataset": prompts("w1", "w7 " * 121, "w2", "w3")}, ValueError,
+        None, {"train_dataset": prompts("w1", "w7 " * 128, "w2", "w3")}, ValueError,
         "Row 1 of train_dataset: "
-        "A prompt of 121 tokens and max_completion_length=8 do not fit into the model's context of 128 tokens: "
+        "A prompt of 128 tokens leaves no room for a completion in the model's context of 128 tokens: "
         "shorten or remove the row {'prompt': 'w7 w7"),
     "prompt beyond the engine's longest": (
         None, {"train_dataset": prompts("w1", "w7 w8 w9", "w2"), "engine_max_prompt_tokens": 2}, ValueError,
@@ -163,9 +163,6 @@ BUILT = {
         None, {"proximal_method": "reuse", "num_iterations": 2}, ValueError,
         "proximal_method='reuse' with 2 optimizer"),
     # lengths
-    "completions longer than the context": (
-        None, {"max_completion_length": 128}, ValueError,
-        "max_completion_length=128 leaves no room for a prompt in the model's context of 128 tokens: set it"),
     "prompts and completions longer than the context": (
         None, {"engine_max_prompt_tokens": 125}, ValueError, "with prompts of up to 125 tokens does not fit"),
     "deterministic without a longest prompt": (
@@ -389,7 +386,7 @@ def test_a_rollout_func_given_by_place_is_refused_too(model_path, tmp_path):
 
 
 def test_a_prompt_that_cannot_be_evaluated_is_named(model_path, tmp_path):
-    evaluation = prompts("w1", "w7 " * 125).with_transform(lambda batch: batch)  # read only when it is evaluated
+    evaluation = prompts("w1", "w7 " * 128).with_transform(lambda batch: batch)  # read only when it is evaluated
     trainer = build(
         model_path,
         tmp_path,
@@ -398,5 +395,5 @@ def test_a_prompt_that_cannot_be_evaluated_is_named(model_path, tmp_path):
         eval_steps=1,
         per_device_eval_batch_size=4,
     )
-    with pytest.raises(ValueError, match="A prompt of 125 tokens and max_completion_length=8 do not fit"):
+    with pytest.raises(ValueError, match="A prompt of 128 tokens leaves no room"):
         trainer.train()

@@ -318,7 +318,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         """Stop generating and free the engine. `train` calls it when it ends. Idempotent."""
         self._running, self._resumed, self._current_batch = False, None, CurrentBatch()
         self._train_rows = None
-        self._has_evaluated = False
+        self._has_evaluated, self._trained_version = False, None
         if self._session is not None:
             self._session.close()
             self._session = None  # only now: if closing is interrupted, the next call closes the session again
@@ -357,6 +357,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             self._end_evaluations()
             if self._take_is_due():
                 generation_batch = self._take()
+            self._trained_version = self.state.global_step
         elif self._running:
             generation_batch = self._sample_evaluation(generation_batch)
         if self.model.training and self.args.schedule == "periodic":

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.queue_fakes import FakeEngine, make_prompts, make_rollout, update, zero_score
-from trl_a3po.checkpoints import checkpoint
+from trl_a3po.checkpoints import checkpoint, contents
 from trl_a3po.checkpoints.choose_checkpoint import choose_checkpoint, newest_valid
 from trl_a3po.checkpoints.queue_codec import decode_state, encode_state
 from trl_a3po.checkpoints.saved_run import read_run
@@ -371,13 +371,43 @@ def test_the_state_of_a_queue_that_failed_is_not_given_out():
 
 
 def write_checkpoint(folder, step=1, run=None):
-    checkpoint.begin(folder)
+    before = checkpoint.begin(folder)
     (folder / "model.safetensors").write_bytes(b"weights")
     (folder / "global_step1").mkdir(exist_ok=True)
     (folder / "global_step1" / "rank0.pt").write_bytes(b"moments")
     checkpoint.write_json(folder / checkpoint.STATE, {"step": step})
-    checkpoint.complete(folder, step, run)
+    checkpoint.complete(folder, step, run, before)
     return folder
+
+
+def test_the_marker_does_not_vouch_for_what_lay_in_the_folder_before(tmp_path):
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    (folder / "model.safetensors").write_bytes(b"earlier")
+    write_checkpoint(folder)
+    (folder / "notes.txt").unlink()
+    assert checkpoint.why_invalid(folder) is None and checkpoint.why_damaged(folder) is None
+
+
+def test_a_file_of_another_checkpoint_is_noticed_also_at_the_same_size(tmp_path):
+    one = write_checkpoint(tmp_path / "checkpoint-1", 1)
+    (one / "model.safetensors").write_bytes(b"another")
+    assert checkpoint.why_invalid(one) is None and "damaged model.safetensors" in checkpoint.why_damaged(one)
+    two = write_checkpoint(tmp_path / "checkpoint-2", 2)
+    (two / "a3po_batch_0.safetensors").write_bytes(b"of another checkpoint")
+    assert checkpoint.why_damaged(two) == "has a a3po_batch_0.safetensors that does not belong to it"
+
+
+def test_a_large_file_of_another_checkpoint_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(contents, "WHOLE_BYTES", 1000)
+    random_bytes = np.random.default_rng(0).bytes
+    one, other, path = random_bytes(3_000_000), random_bytes(3_000_000), tmp_path / "file"
+    digests = []
+    for data in (one, other, one, one[:-1], one[:-1] + bytes([one[-1] ^ 1])):
+        path.write_bytes(data)
+        digests.append(contents.digest_of_contents(path))
+    assert digests[0] == digests[2] and len(set(digests)) == 4
 
 
 def test_a_complete_folder_is_valid_and_its_marker_names_every_file(tmp_path):

@@ -3,11 +3,11 @@
 import pytest
 from datasets import Dataset, IterableDataset
 
-from tests.runs import TakeRecorder, build
+from tests.runs import TakeRecorder, build, logged
 from tests.tiny import tiny_prompts
 from trl_a3po.session import prompt_rows
 
-LONG = "w5 " * 125  # in a context of 128 tokens, beside 8 of the completion
+LONG = "w5 " * 128  # all of the model's context
 
 
 def rows_with_a_long_one(number):
@@ -33,7 +33,7 @@ def test_a_column_that_a_transform_leaves_out_is_missed_at_construction(model_pa
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
 def test_a_row_that_does_not_fit_is_numbered_at_construction(model_path, tmp_path, name):
     data = Dataset.from_list(rows_with_a_long_one(17))
-    with pytest.raises(ValueError, match=rf"Row 17 of {name}: A prompt of 125 tokens"):
+    with pytest.raises(ValueError, match=rf"Row 17 of {name}: A prompt of 128 tokens"):
         build(model_path, tmp_path, **{name: data})
 
 
@@ -55,7 +55,24 @@ def test_a_row_that_is_made_when_it_is_read_and_does_not_fit_is_left_out(model_p
     trainer = build(model_path, tmp_path, TakeRecorder, **settings)
     trainer.train()
     assert [group.prompt.index for _, group in trainer.groups] == [0, 1, 2, 3, 4, 6, 7, 8]
-    assert "A row of train_dataset is left out. A prompt of 125 tokens" in caplog.text
+    assert "A row of train_dataset is left out. A prompt of 128 tokens" in caplog.text
     resumed = build(model_path, tmp_path, TakeRecorder, **settings)
     resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
     assert [group.prompt.index for _, group in resumed.groups] == [2, 3, 4, 6, 7, 8]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_completion_length": 200}], ids=["", "longer than the context"])
+def test_a_completion_ends_by_length_where_the_context_ends(model_path, tmp_path, caplog, settings):
+    long = "w5 " * 118 + "w{}"  # of 119 tokens, which leave 9 of the context of 128
+    rows = Dataset.from_dict({"prompt": [long.format(number) for number in range(8)], "target": [0] * 8})
+    trainer = build(
+        model_path, tmp_path, train_dataset=rows, eval_dataset=rows.select([0]), per_device_eval_batch_size=4,
+        eval_strategy="steps", eval_steps=2, max_steps=2, engine="transformers",
+        **{"max_completion_length": 12, **settings},
+    )  # fmt: skip
+    assert "The prompts of 9 rows leave fewer than max_completion_length=" in caplog.text
+    assert "at the least 9: completions of these rows end there, by length" in caplog.text
+    trainer.train()
+    assert logged(trainer, "completions/max_length") == [9.0, 9.0]
+    assert logged(trainer, "eval_completions/max_length") == [9.0]
+    assert max(logged(trainer, "a3po/engine_gap/max")) < 1e-3

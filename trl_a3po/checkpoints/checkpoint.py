@@ -2,9 +2,11 @@
 
 Guarantees:
 - every file written here appears whole under its name, or not at all;
-- the marker lists every file of the folder with its size, and the files written here with their SHA-256. It is written
-  after all of them are on the disk. A folder whose writing was cut short, or that has lost or shortened a file later,
-  is never taken for valid; a file of ours that has changed later is found by `why_damaged`;
+- the marker lists every file that was written for the checkpoint with its size and a digest: SHA-256 for the files
+  written here, and `contents.py` for those of the `Trainer`. It is written after all of them are on the disk. A folder
+  whose writing was cut short, or that has lost or shortened a file later, is never taken for valid; a file that has
+  changed later, or that comes from another checkpoint, is found by `why_damaged`. The marker does not vouch for what
+  lay in the folder before;
 - the marker says which run wrote the folder, and when. The time in it is later than in every marker that was in the
   `output_dir` before, whatever the clock says;
 - JSON and safetensors are the only formats.
@@ -23,6 +25,8 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from trl_a3po.checkpoints.contents import digest_of_contents
+
 STATE = "a3po_state.json"
 GROUPS = "a3po_groups.safetensors"
 MARKER = "a3po_complete.json"
@@ -38,13 +42,19 @@ def batch_file(rank: int) -> str:
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-def begin(folder: Path) -> None:
-    """Begin to write a checkpoint into `folder`. The folder is not valid from now on, even if it was before."""
+Stamps = dict[str, tuple[int, int, int]]
+"""For each file of a folder, numbers that change when the file is written."""
+
+
+def begin(folder: Path) -> Stamps:
+    """Begin to write a checkpoint into `folder`. The folder is not valid from now on, even if it was before. Returns
+    the stamps of the files that are there already."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).unlink(missing_ok=True)
     _sync(folder)
     for left in (*folder.glob("a3po_batch_*.safetensors"), *folder.glob(".a3po_*.partial")):
         left.unlink(missing_ok=True)
+    return _stamps(folder)
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -60,17 +70,25 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     _write(path, safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
 
 
-def complete(folder: Path, policy_version: int, run: str | None = None) -> None:
-    """Make `folder` a valid checkpoint of `run`: first every file reaches the disk, then the marker is written."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in [*files, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
+def complete(folder: Path, policy_version: int, run: str | None = None, before: Stamps | None = None) -> None:
+    """Make `folder` a valid checkpoint of `run`: first every file reaches the disk, then the marker is written.
+
+    Args:
+        folder: the folder, in which everything else has been written.
+        policy_version: optimizer steps so far.
+        run: the name of the run.
+        before: what `begin` returned; files that have not been written since then do not belong to the checkpoint.
+    """
+    stamps, before = _stamps(folder), before or {}
+    files = {name: folder / name for name, stamp in sorted(stamps.items()) if before.get(name) != stamp}
+    for path in [*files.values(), *(path for path in folder.rglob("*") if path.is_dir()), folder]:
         _sync(path)
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    sizes = {name: path.stat().st_size for name, path in files.items()}
     written = max([time.time(), *(written_at(path) + LEAST_LATER for path in checkpoints(folder.parent))])
-    digests = {path.relative_to(folder).as_posix(): _digest(path) for path in files if _is_our_name(path.name)}
     marker: dict[str, Any] = {"format": FORMAT, "policy_version": policy_version, "run": run, "written": written}
-    marker |= {"files": sizes, "sha256": digests}
-    write_json(folder / MARKER, marker)
+    ours = {name: _digest(path) for name, path in files.items() if _is_our_name(path.name)}
+    others = {name: digest_of_contents(path) for name, path in files.items() if name not in ours}
+    write_json(folder / MARKER, marker | {"files": sizes, "sha256": ours, "contents": others})
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -105,13 +123,16 @@ def why_invalid(folder: Path) -> str | None:
 
 
 def why_damaged(folder: Path) -> str | None:
-    """Which of our files of the valid checkpoint `folder` is not as it was written, as a predicate; `None` if all are.
-    Reads these files whole. A checkpoint of an earlier version of this package has no digests to compare."""
+    """Which file of the valid checkpoint `folder` is not as it was written, as a predicate; `None` if all are. Reads
+    our files whole. A checkpoint of an earlier version of this package has no digests to compare."""
     marker = _marker(folder)
-    for name, digest in marker.sha256.items():
-        if name not in marker.files or _digest(folder / name) != digest:
+    digests = [(name, _digest, digest) for name, digest in marker.sha256.items()]
+    digests += [(name, digest_of_contents, digest) for name, digest in marker.contents.items()]
+    for name, compute, digest in digests:
+        if name not in marker.files or compute(folder / name) != digest:
             return f"has a damaged {name}: its content has changed since it was written"
-    return None
+    others = sorted(path.name for path in folder.glob("a3po_*") if path.name not in (*marker.files, MARKER))
+    return f"has a {others[0]} that does not belong to it" if others else None
 
 
 def run_of(folder: Path) -> str | None:
@@ -154,6 +175,7 @@ class _Marker(msgspec.Struct):
     run: str | None = None
     written: float = 0.0
     sha256: dict[str, str] = {}
+    contents: dict[str, str] = {}
 
 
 def _marker(folder: Path) -> _Marker:
@@ -174,6 +196,13 @@ def _digest(path: Path) -> str:
 
 
 # --- files --------------------------------------------------------------------------------------------------------
+
+
+def _stamps(folder: Path) -> Stamps:
+    found = ((path, path.stat()) for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): (stat.st_mtime_ns, stat.st_ino, stat.st_size) for path, stat in found
+    }
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -121,12 +121,11 @@ def check_prompt_ids(token_ids: Sequence[int], row: dict[str, Any], args: A3POCo
         raise ValueError(
             f"A prompt has no tokens, so nothing can be sampled from it: correct or remove the row {_short(row)}."
         )
-    context, longest = getattr(config, "max_position_embeddings", None), args.engine_max_prompt_tokens
-    if context is not None and len(token_ids) + args.max_completion_length > context:
+    longest, room = args.engine_max_prompt_tokens, room_for_completion(args, config, len(token_ids))
+    if room is not None and room < 1:
         raise OverlongPrompt(
-            f"A prompt of {len(token_ids)} tokens and max_completion_length={args.max_completion_length} do not fit "
-            f"into the model's context of {context} tokens: shorten or remove the row {_short(row)}, or lower "
-            "max_completion_length."
+            f"A prompt of {len(token_ids)} tokens leaves no room for a completion in the model's context of "
+            f"{context_of(args, config)} tokens: shorten or remove the row {_short(row)}."
         )
     if longest is not None and len(token_ids) > longest:
         raise OverlongPrompt(
@@ -139,6 +138,26 @@ def check_prompt_ids(token_ids: Sequence[int], row: dict[str, Any], args: A3POCo
             f"0 to {config.vocab_size - 1}: pass the model's own tokenizer as processing_class. The row: "
             f"{_short(row)}."
         )
+
+
+def context_of(args: A3POConfig, config: Any) -> int | None:
+    """The most tokens that a prompt and its completion may have together; `None` without a limit.
+
+    Args:
+        config: the configuration of the policy's text model.
+    """
+    of_server = args.vllm_max_model_length if args.engine == "vllm" else None
+    limits = [n for n in (getattr(config, "max_position_embeddings", None), of_server) if n is not None]
+    return min(limits, default=None)
+
+
+def room_for_completion(args: A3POConfig, config: Any, prompt_tokens: int) -> int | None:
+    """How many tokens a completion may have where the context leaves fewer than `max_completion_length` beside the
+    prompt; `None` where the completion may have all of these."""
+    context = context_of(args, config)
+    if context is None or prompt_tokens + args.max_completion_length <= context:
+        return None
+    return context - prompt_tokens
 
 
 def _short(value: Any) -> str:

@@ -36,11 +36,6 @@ def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling:
     if args.engine == "transformers":
         check_architecture(model, deterministic=args.deterministic)
     context, longest = getattr(config, "max_position_embeddings", None), args.engine_max_prompt_tokens
-    if context is not None and longest is None and args.max_completion_length >= context:
-        raise ValueError(
-            f"max_completion_length={args.max_completion_length} leaves no room for a prompt in the model's context "
-            f"of {context} tokens: set it to at most {context} minus the length of your longest prompt."
-        )
     if context is not None and longest is not None and longest + args.max_completion_length > context:
         raise ValueError(
             f"max_completion_length={args.max_completion_length} with prompts of up to {longest} tokens does not fit "

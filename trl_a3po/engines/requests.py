@@ -61,17 +61,16 @@ def check_scored(
 
 
 def longest_prompt(asked: int | None, *, new_tokens: int, context: int | None) -> int | None:
-    """The longest prompt that is accepted: as `asked`, or what the model's context leaves beside `new_tokens`.
+    """The longest prompt that is accepted with a completion of `new_tokens`: as `asked`, or what the model's context
+    leaves, which is less than 1 where only shorter completions fit.
 
     Raises:
-        ValueError: the context leaves less than `asked`, or nothing.
+        ValueError: the context leaves less than `asked`.
     """
     room = None if context is None else context - new_tokens
-    if room is not None and (room < 1 or (asked is not None and asked > room)):
+    if room is not None and asked is not None and asked > room:
         raise ValueError(
-            f"max_new_tokens={new_tokens}"
-            + (f" and max_prompt_tokens={asked} are together" if asked else " is")
-            + f" more than the model's context of {context} tokens allows: lower max_completion_length"
-            + (" or max_prompt_tokens." if asked else ".")
+            f"max_new_tokens={new_tokens} and max_prompt_tokens={asked} are together more than the model's context of "
+            f"{context} tokens allows: lower max_completion_length or max_prompt_tokens."
         )
     return room if asked is None else asked

@@ -6,7 +6,7 @@ times; request ids are negative and never reused, so they cannot be confused wit
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trl_a3po.errors import EngineError
@@ -25,6 +25,7 @@ class EvaluationRequests:
         first_noise_key: prompt number i is sampled with the noise of `first_noise_key + i`.
         max_attempts: attempts at a prompt before `EngineError` is raised.
         rows: the dataset row of each prompt, for requests that are episodes.
+        new_tokens: as in `GenerationQueue`; it is not asked for episodes.
     """
 
     def __init__(
@@ -34,9 +35,13 @@ class EvaluationRequests:
         first_noise_key: int,
         max_attempts: int,
         rows: Sequence[dict[str, Any]] | None = None,
+        new_tokens: Callable[[int], int | None] = lambda prompt_tokens: None,
     ):
         self._prompts = [tuple(prompt) for prompt in prompts]
         self._rows: list[dict[str, Any] | None] = [None] * len(self._prompts) if rows is None else [*rows]
+        self._new_tokens = [
+            None if row is not None else new_tokens(len(self._prompts[i])) for i, row in enumerate(self._rows)
+        ]
         self._num_rollouts = num_rollouts
         self._first_noise_key = first_noise_key
         self._max_attempts = max_attempts
@@ -85,4 +90,11 @@ class EvaluationRequests:
         request_id = next(_request_ids)
         self._by_request[request_id] = number
         noise_key, prompt_ids = self._first_noise_key + number, self._prompts[number]
-        return GroupRequest(request_id, noise_key, prompt_ids, self._num_rollouts, row=self._rows[number])
+        return GroupRequest(
+            request_id,
+            noise_key,
+            prompt_ids,
+            self._num_rollouts,
+            max_new_tokens=self._new_tokens[number],
+            row=self._rows[number],
+        )

@@ -82,6 +82,8 @@ class GenerationQueue:
         describe_score: returns what the reward functions are doing and what would help if they hang, for the message
             of a `StallError`, or an empty text.
         while_waiting: called repeatedly on the main thread while it waits, about every second.
+        new_tokens: the number of a prompt's tokens -> how many tokens a completion may have, `None` for as many as
+            the engine's settings say.
         runs_episodes: the requests for `engine` hold their dataset rows.
         describe_engine: returns what the engine waits for, and what would help, for the message of a `StallError`, or
             an empty text. It must not wait.
@@ -116,6 +118,7 @@ class GenerationQueue:
         attempt_ended: Callable[[AttemptRecord], None] = lambda attempt: None,
         describe_score: Callable[[], str] = lambda: "",
         while_waiting: Callable[[], None] = lambda: None,
+        new_tokens: Callable[[int], int | None] = lambda prompt_tokens: None,
         runs_episodes: bool = False,
         describe_engine: Callable[[], str] = lambda: "",
         stopped_scoring: Callable[[], str] = lambda: "",
@@ -154,6 +157,7 @@ class GenerationQueue:
             attempt_ended=attempt_ended,
             runs_episodes=runs_episodes,
             running=self._running,
+            new_tokens=new_tokens,
         )
         self._core, self._shared = core, SharedState(core, self._running)
         self._changed = self._shared.changed  # guards the core and everything below
@@ -284,7 +288,10 @@ class GenerationQueue:
         """
         if not self._threads:
             raise RuntimeError("sample was called before start.")
-        evaluation = EvaluationRequests(prompts, num_rollouts, first_noise_key, self._core.max_attempts, rows)
+        core = self._core
+        evaluation = EvaluationRequests(
+            prompts, num_rollouts, first_noise_key, core.max_attempts, rows, core.new_tokens
+        )
         self._wait_until_settled(scored=True)
         with self._changed:
             self._shared.raise_if_over()

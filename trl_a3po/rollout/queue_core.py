@@ -44,6 +44,7 @@ class QueueCore:
         replaces_groups: bool = True,
         attempt_ended: Callable[[AttemptRecord], None] = lambda attempt: None,
         runs_episodes: bool = False,
+        new_tokens: Callable[[int], int | None] = lambda prompt_tokens: None,
         clock: Callable[[], float] = time.monotonic,
         running: Callable[[], float] = time.monotonic,
     ):
@@ -58,6 +59,8 @@ class QueueCore:
         self.runs_episodes = runs_episodes
         self.clock = clock  # of records
         self.running = running  # of ages and limits, which stands still while this process is stopped
+        self.new_tokens = new_tokens
+        self.clock = clock
         self.order: list[OutstandingPrompt] = []
         self.next_take = 0
         self.published_version = 0
@@ -382,6 +385,7 @@ class QueueCore:
             noise_key=item.prompt.index,
             prompt_ids=tuple(item.prompt.token_ids),
             num_rollouts=self.num_rollouts,
+            max_new_tokens=None if self.runs_episodes else self.new_tokens(len(item.prompt.token_ids)),
             row=item.prompt.example if self.runs_episodes else None,
         )
 

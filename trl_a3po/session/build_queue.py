@@ -1,10 +1,12 @@
 """The queue of a run, built from the trainer's settings, the times of its takes, and its filter of groups."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from datasets import IterableDataset
 
+from trl_a3po.checks.data import room_for_completion
 from trl_a3po.protocol.engine import Engine
 from trl_a3po.report.timeline import Timeline
 from trl_a3po.rewards.recorded import RecordedRewards
@@ -76,6 +78,7 @@ def build_queue(
         describe_engine=(lambda: "") if episodes is None else episodes.runner.describe,
         stopped_scoring=scorer.stopped,
         running=running,
+        new_tokens=partial(room_for_completion, args, trainer.model.config.get_text_config()),
     )
 
 

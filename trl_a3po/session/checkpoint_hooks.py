@@ -7,7 +7,7 @@ pushed only as a whole; whatever cannot be written raises `CheckpointError`.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -30,6 +30,9 @@ from trl_a3po.session.hub import without_records
 from trl_a3po.session.saving import save_run
 from trl_a3po.session.session import Session
 from trl_a3po.session.temporarily import temporarily
+
+if TYPE_CHECKING:
+    from trl_a3po.session.resuming import RunState
 
 
 class CheckpointHooks(GRPOTrainer):
@@ -65,6 +68,8 @@ class CheckpointHooks(GRPOTrainer):
     _team: Team
     _session: Session | None
     _running: bool
+    _resumed: "RunState | None"  # what is resumed, as long as the run goes on
+    _trained_version: int | None = None  # the version at which the last micro-step was trained
     _holds_push: bool = False
 
     def _show_row_weights(self) -> None:
@@ -75,6 +80,7 @@ class CheckpointHooks(GRPOTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run_dir = self._get_output_dir(trial=trial)
+        self._check_moment()
         if not self._running:  # outside of training there is no queue to save
             with as_checkpoint_error(f"Saving a checkpoint failed in {run_dir}"):
                 super()._save_checkpoint(model, trial)
@@ -95,6 +101,21 @@ class CheckpointHooks(GRPOTrainer):
             best = self.state.best_model_checkpoint
             with as_checkpoint_error(f"Deleting older checkpoints failed in {run_dir}"):
                 rotate_checkpoints(run_dir, self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
+
+    def _check_moment(self) -> None:
+        """Raise `RuntimeError` for a moment of a run that a checkpoint cannot hold."""
+        if self._trained_version == self.state.global_step:
+            raise RuntimeError(
+                f"A checkpoint was asked for inside optimizer step {self.state.global_step + 1}, whose gradients it "
+                "could not hold: set control.should_save=True in a callback, which saves at the end of the step, or "
+                "save in on_step_begin, on_step_end or on_epoch_end."
+            )
+        if self._resumed is not None and not self._running:
+            raise RuntimeError(
+                f"A checkpoint was asked for at the resumed step {self.state.global_step}, before its first "
+                "micro-step has brought back the queue: the checkpoint that is resumed holds this moment. Save after "
+                "the next optimizer step."
+            )
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with keep_trained_dtypes(self.model):
@@ -142,7 +163,7 @@ def _written_whole(trainer: "CheckpointHooks", folder: Path) -> Iterator[None]:
         "and resume."
     )
     with as_checkpoint_error(f"The checkpoint {folder} could not be written", advice):
-        team.run_on_main(lambda: checkpoint.begin(folder))
+        before = team.run_on_main(lambda: checkpoint.begin(folder))
         yield
         team.barrier()
-        team.run_on_main(lambda: checkpoint.complete(folder, version, session.run if session else None))
+        team.run_on_main(lambda: checkpoint.complete(folder, version, session.run if session else None, before))

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from datasets import IterableDataset
 from torch.utils.data import DistributedSampler
 
-from trl_a3po.checks.data import OverlongPrompt, check_prompt, check_prompt_ids, check_rows
+from trl_a3po.checks.data import (
+    OverlongPrompt,
+    check_prompt,
+    check_prompt_ids,
+    check_rows,
+    context_of,
+    room_for_completion,
+)
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
@@ -64,16 +71,18 @@ def tokenize_or_leave_out(trainer: "A3POTrainer", row: dict[str, Any]) -> list[i
 
 
 def check_all_rows(trainer: "A3POTrainer") -> None:
-    """Raise `ValueError` for a row of the trainer's datasets that cannot be sampled from (see `check_rows`).
+    """Raise `ValueError` for a row of the trainer's datasets that cannot be sampled from (see `check_rows`), and warn
+    of rows whose completions the model's context cuts short.
 
     Only a prompt that may be too long is tokenised: one with at least as many bytes as tokens would fit beside the
     tokens that the chat template adds, of which the first row has at least as many.
     """
-    args, tokenizer = trainer.args, trainer.processing_class
-    context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
+    args, tokenizer, config = trainer.args, trainer.processing_class, trainer.model.config.get_text_config()
+    context = context_of(args, config)
     limits = [] if context is None else [context - args.max_completion_length]
     limits += [] if args.engine_max_prompt_tokens is None else [args.engine_max_prompt_tokens]
     added: list[int] = []
+    rooms: list[int] = []
 
     def token_ids(row: dict[str, Any]) -> None:
         size = _text_bytes(row["prompt"])
@@ -81,9 +90,20 @@ def check_all_rows(trainer: "A3POTrainer") -> None:
             return
         tokens = tokenize_prompt(trainer, row)
         added[:] = added or [len(tokens)]
+        if (room := room_for_completion(args, config, len(tokens))) is not None:
+            rooms.append(room)
 
     check_rows("train_dataset", trainer.train_dataset, tokenizer, token_ids)
     check_rows("eval_dataset", trainer.eval_dataset, tokenizer, token_ids)
+    if rooms:
+        logger.warning(
+            "The prompts of %d rows leave fewer than max_completion_length=%d tokens in the model's context of %d "
+            "tokens, at the least %d: completions of these rows end there, by length.",
+            len(rooms),
+            args.max_completion_length,
+            context,
+            min(rooms),
+        )
 
 
 def _environment(trainer: "A3POTrainer", row: dict[str, Any]) -> str | None:

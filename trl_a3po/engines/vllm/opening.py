@@ -33,7 +33,10 @@ def server_requirements(
 ) -> ServerRequirements:
     """What the run needs of a server. The arguments are those of `ServerRequirements` and `VLLMEngine`."""
     config, longest = spec.config.get_text_config(), (max_prompt_tokens or 1) + sampling.max_new_tokens
-    context = getattr(config, "max_position_embeddings", None) if max_prompt_tokens is None else longest
+    model_has = getattr(config, "max_position_embeddings", None)
+    if model_has is not None:  # a completion ends where the context ends
+        longest = min(longest, model_has)
+    context = model_has if max_prompt_tokens is None else longest
     return ServerRequirements(
         model=spec.config._name_or_path or "MODEL",
         dtype=str(spec.dtype).removeprefix("torch."),
