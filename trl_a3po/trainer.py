@@ -44,7 +44,7 @@ from trl_a3po.checks.arguments import (
     check_processing_class,
     check_reward_functions,
 )
-from trl_a3po.checks.changed_arguments import SettingsOfConstruction
+from trl_a3po.checks.changed_arguments import SettingsInUse
 from trl_a3po.checks.completions import check_completions, check_some_reward, has_reward
 from trl_a3po.checks.data import check_columns, check_dataset
 from trl_a3po.checks.noise import warn_of_noise
@@ -212,7 +212,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self._loss_metrics = LossMetrics(caches_are_kept=args.kv_on_publish != "recompute")
         normalizes = args.schedule == "periodic" and args.loss_type in STEP_NORMALIZED_LOSS_TYPES
         self._normalizer = StepNormalizer(args.steps_per_generation) if normalizes else None
-        self._built_with = SettingsOfConstruction(args)
+        self._settings = SettingsInUse(args)
         self._resumed: RunState | None = None
         self._train_rows: TrainRows | None = None  # during training
         self._current_batch = CurrentBatch()
@@ -239,7 +239,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             return TrainOutput(self.state.global_step, 0.0, {})
         check_overrides(self, A3POTrainer)
         check_trained_before(self._trained_before, self.is_deepspeed_enabled)
-        self._built_with.check(self)
+        self._settings.begin_training(self)
+        check_reward_functions(self.args, reward_functions(self), self.reward_func_names)
         self._trained_before = True
         watch = RankWatch(self._team, cleanup=self.close)
         with mode_of_this_thread(self.model), self._termination.listening(), watch:
@@ -382,6 +383,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
+        self._settings.check(self)
         number, self._micro_batch = self._step % self.args.steps_per_generation, None
         with temporarily(self, _in_step=True):
             loss = super().training_step(model, inputs, num_items_in_batch)
@@ -439,7 +441,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             gaps = self._team.gather(self._loss_metrics.batch_gap()) or ()
             self._team.run_on_main(lambda: self._main_session.see_gaps(gaps))
             with self._timed("a3po/time/publish"):
-                self._team.run_on_main(lambda: self._publish_if_due(version))
+                self._team.run_on_main(lambda: self._main_session.publish_if_due(version))
         began = time.perf_counter()
         groups = self._team.run_on_main(lambda: self._trainable(self._checked(self._main_session.take(version))))
         waited = time.perf_counter() - began
@@ -458,10 +460,6 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         if self._has_evaluated:
             self._has_evaluated, version = False, self.state.global_step
             self._team.run_on_main(lambda: self._main_session.end_evaluations(version))
-
-    def _publish_if_due(self, version: int) -> None:
-        self._built_with.check(self)  # before the queue reads a setting that a callback has changed
-        self._main_session.publish_if_due(version)
 
     def _sample_evaluation(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Have this process's share of an evaluation batch sampled together with the shares of the others. Returns the

@@ -102,6 +102,11 @@ class A3POConfig(
         if self.vllm_weights_dir is not None:
             self.vllm_weights_dir = os.path.abspath(self.vllm_weights_dir)
         self._map_trl_vllm_fields()
+        self.check()
+
+    def check(self) -> None:
+        """Raise `ValueError` for settings that cannot be run with, such as values that were set after the
+        configuration was made."""
         check_choices(self)
         check_inherited(self)
         check_engine(self)

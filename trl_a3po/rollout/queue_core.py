@@ -60,7 +60,6 @@ class QueueCore:
         self.clock = clock  # of records
         self.running = running  # of ages and limits, which stands still while this process is stopped
         self.new_tokens = new_tokens
-        self.clock = clock
         self.order: list[OutstandingPrompt] = []
         self.next_take = 0
         self.published_version = 0

@@ -112,7 +112,7 @@ class VLLMWorkerEngine(WorkerEngine):
         decoder = {
             "slots": self._slots,
             "context": context,
-            "max_prompt_tokens": self._max_prompt_tokens or max(1, context - sampling.max_new_tokens),
+            "max_prompt_tokens": self._max_prompt_tokens or context - sampling.max_new_tokens,
             "vocab_size": text.vocab_size,
             "recompute": self._recompute,
             "seeds": self._deterministic,
@@ -125,7 +125,7 @@ class VLLMWorkerEngine(WorkerEngine):
 def sequence_length(asked: int | None, prompt: int | None, new_tokens: int, model_has: int) -> int:
     """Tokens of a sequence in vLLM. One more than a prompt and its completion, where the model allows it, so that
     they can be scored."""
-    longest = (prompt or 1) + new_tokens
+    longest = min((prompt or 1) + new_tokens, model_has)  # a completion ends where the context ends
     length = asked if asked is not None else model_has if prompt is None else longest
     return min(max(longest, length) + 1, max(model_has, longest))
 
