@@ -27,11 +27,12 @@ class Watched(A3POTrainer):
         self.evaluation_gaps: list[float] = []
 
     def _sample_evaluation(self, rows):
-        super()._sample_evaluation(rows)
+        sampled = super()._sample_evaluation(rows)
         for group, number in self._current_batch.rows:
             rollout = group.rollouts[number]
             own = completion_logps(self.model, group.prompt.token_ids, rollout.token_ids, 1.0)
             self.evaluation_gaps.append((own - torch.tensor(rollout.logps)).abs().max().item())
+        return sampled
 
 
 def averaged(model) -> dict[str, torch.Tensor]:
