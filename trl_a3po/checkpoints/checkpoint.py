@@ -200,9 +200,7 @@ def _digest(path: Path) -> str:
 
 def _stamps(folder: Path) -> Stamps:
     found = ((path, path.stat()) for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): (stat.st_mtime_ns, stat.st_ino, stat.st_size) for path, stat in found
-    }
+    return {path.relative_to(folder).as_posix(): (stat.st_mtime_ns, stat.st_ino, stat.st_size) for path, stat in found}
 
 
 def _write(path: Path, data: bytes) -> None:
