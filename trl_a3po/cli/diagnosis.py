@@ -122,4 +122,4 @@ def _is_nan(value: Any) -> bool:
 
 
 def _seconds(lines: list[dict[str, Any]], began: str, ended: str) -> float:
-    return sum(line[ended] - line[began] for line in lines if line.get(began) and line.get(ended))
+    return float(sum(line[ended] - line[began] for line in lines if line.get(began) and line.get(ended)))

@@ -21,9 +21,8 @@ from trl_a3po.engines.vllm.server import Server
 from trl_a3po.errors import A3POError
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Rollout
 from trl_a3po.report.environment import environment
-from trl_a3po.session.build_scorer import build_scorer
+from trl_a3po.session.build_scorer import PublishedStates, build_scorer
 from trl_a3po.session.prompt_rows import tokenize_prompt
-from trl_a3po.session.session import PublishedStates
 from trl_a3po.trainer import A3POTrainer
 
 SLOW_REWARD = 1.0  # seconds for a group, above which a thread of the trainer's process is not the place
@@ -84,7 +83,7 @@ def _rewards(trainer: A3POTrainer) -> Iterator[str]:
     prompt = Prompt(0, row, tokenize_prompt(trainer, row))
     tokens = (prompt.token_ids * trainer.max_completion_length)[: trainer.max_completion_length]
     rollout = Rollout(tokens, [-1.0] * len(tokens), [0] * len(tokens), "length")
-    group = Group(prompt, [rollout] * trainer.num_generations, None, 0)
+    group = Group(prompt, [rollout] * trainer.args.num_generations, None, 0)
     scorer = build_scorer(trainer, PublishedStates(trainer))
     found: list[Any] = []
 

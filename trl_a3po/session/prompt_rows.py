@@ -164,7 +164,6 @@ def _one_of_each_group(trainer: "A3POTrainer", batch: list[int]) -> list[int]:
     args, group = trainer.args, trainer.args.num_generations
     firsts = batch[::group]
     if batch != [number for number in firsts for _ in range(group)]:
-        trainer._built_with.check(trainer)  # a callback may have changed num_generations
         raise ValueError(
             f"{type(trainer).__name__}._get_train_sampler gives the rows {batch[:group]} for one group: as in "
             f"GRPOTrainer, a sampler must give every row num_generations={group} times in succession, and "
