@@ -197,10 +197,9 @@ def test_the_sigterm_of_a_launcher_that_comes_twice_is_one(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "second", [None, *(pytest.param(second, marks=pytest.mark.long) for second in (signal.SIGTERM, signal.SIGINT))]
-)
+@pytest.mark.parametrize("second", [None, signal.SIGTERM, signal.SIGINT])
 def test_a_process_exits_with_a_code_of_its_own_and_at_once_with_a_second_signal(model_path, tmp_path, second):
     code = f"""
 import sys, time

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[2] / "trl_a3po"
 OUR_OWN = {  # file -> whose pickles it reads
     "workers/channel.py": "the other end of a socket pair",
     "engines/transformers/worker.py": "the trainer, over the channel",
+    "engines/vllm/process/vllm_worker.py": "the trainer, over the channel",
     "rewards/worker.py": "the trainer, over the channel",
     "rewards/messages.py": "a reward worker, over the channel",
     "distributed/team.py": "itself",
