@@ -39,6 +39,7 @@ from trl_a3po.checkpoints.choose_checkpoint import choose_checkpoint, warn_of_ea
 from trl_a3po.checks.arguments import (
     argument_names,
     check_arguments,
+    check_environments,
     check_on_group,
     check_outside_training,
     check_processing_class,
@@ -202,6 +203,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         if self.accelerator.is_main_process:
             warn_of_noise(args, policy)
         check_reward_functions(args, reward_functions(self), self.reward_func_names)
+        if self.environment_factories:
+            check_environments(args, reward_functions(self), self.reward_func_names)
         self._team = Team(timeout=args.ddp_timeout + args.stall_timeout)
         self._running = self._trained_before = self._has_evaluated = False
         self._reward_thread = new_reward_thread()

@@ -297,6 +297,19 @@ def test_a_state_without_rollouts_samples_every_outstanding_prompt_again():
     assert outcomes.attempts == sum(outcomes.attempt_outcomes.values()) + outcomes.open_attempts
 
 
+def test_a_state_without_unscored_rollouts_samples_those_prompts_alone_again():
+    core = make_core(stream())
+    core.prompts.fill(99)
+    for request in core.submissions()[:2]:
+        core.engine_event(GroupFinished(request.request_id, [make_rollout([0])] * 2))
+    core.record_score(core.next_to_score()[0], Score([[0.0]] * 2))
+    again = resumed_core(core.state().without_unscored_rollouts(), 0)
+    again.prompts.fill(99)
+    assert len(again.submissions()) == len(again.order) - 1
+    outcomes = again.outcomes()
+    assert outcomes.attempts == sum(outcomes.attempt_outcomes.values()) + outcomes.open_attempts
+
+
 def test_groups_too_old_for_a_smaller_bound_are_refused():
     core = make_core(stream())
     core.prompts.fill(99)

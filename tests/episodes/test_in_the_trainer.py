@@ -97,6 +97,23 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_words(tmp_path, 
     assert closed_once()
 
 
+def test_environments_are_refused_to_reward_workers(tmp_path):
+    def sees(environments, **kwargs):
+        return [0.0] * len(environments)
+
+    with pytest.raises(ValueError, match=r"reward_workers=1, but the reward function 'sees' asks for `environments`"):
+        trainer_of(tmp_path, reward_funcs=sees, reward_workers=1)
+
+
+def test_what_episodes_cost_is_logged(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    assert logged(trainer, "a3po/episodes/turns") == [2.5, 2.5]
+    assert logged(trainer, "a3po/episodes/cut_off") == logged(trainer, "a3po/episodes/tool_timeouts") == [0.0, 0.0]
+    assert all(seconds >= 0 for seconds in logged(trainer, "a3po/episodes/tool_seconds"))
+    assert all(0 <= span <= 1 for span in logged(trainer, "a3po/episodes/version_span"))
+
+
 def test_a_tool_that_always_fails_is_told_and_counted(tmp_path):
     Environment.fails = "step"
     trainer = trainer_of(tmp_path)

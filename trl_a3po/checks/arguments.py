@@ -5,7 +5,7 @@ that; nothing is changed.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from accelerate.utils import is_compiled_module
@@ -63,6 +63,17 @@ def check_on_group(on_group: Any) -> None:
         raise TypeError(f"on_group={on_group!r} is not a function: pass one that takes a finished group.")
 
 
+def check_environments(args: A3POConfig, functions: Sequence[Callable[..., Any] | None], names: Sequence[str]) -> None:
+    """Raise `ValueError` for a reward function that asks for environments, which a reward worker cannot be given."""
+    for function, name in zip(functions, names, strict=True):
+        if args.reward_workers and function is not None and "environments" in _parameters(function):
+            raise ValueError(
+                f"reward_workers={args.reward_workers}, but the reward function {name!r} asks for `environments`, "
+                "which stay in the training process: set reward_workers=0, or let the environment give the reward in "
+                "get_reward()."
+            )
+
+
 def check_reward_functions(
     args: A3POConfig, functions: Sequence[Callable[..., Any] | None], names: Sequence[str]
 ) -> None:
@@ -80,6 +91,13 @@ def check_reward_functions(
 def argument_names(trainer_class: type) -> list[str]:
     """Names of the arguments of the constructor, in order, without `self`."""
     return list(inspect.signature(trainer_class).parameters)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of a function without a signature
+        return {}
 
 
 def _check_rollout_func(others: dict[str, Any]) -> None:

@@ -6,11 +6,13 @@ far, not means over a logging interval.
 
 import time
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from trl_a3po.protocol.engine import EngineStats
 from trl_a3po.protocol.records import Group
 
+Metric = dict[str, float]
 Metrics = dict[str, list[float]]  # as TRL's: the mean of each list is logged
 
 
@@ -51,6 +53,8 @@ class TakeMetrics:
             sum(group.score.seconds for group in groups if group.score is not None),
             first=first,
         )
+        for name, value in _episode_metrics(groups).items():
+            metrics[name].append(value)
         metrics["a3po/queue/ready"].append(float(status.ready))
         metrics["a3po/queue/outstanding"].append(float(status.outstanding))
         metrics["a3po/engine/tokens_per_second"].append(engine.tokens / max(engine.busy_seconds, 1e-9))
@@ -65,3 +69,19 @@ class TakeMetrics:
         counts = {f"a3po/outcomes/{kind}": outcomes.count_attempts(kind) for kind in ("rejected", "failed")}
         counts |= {f"a3po/reward/{kind}": count for kind, count in session.reward_worker_failures.items()}
         return counts | {f"a3po/vllm/{name}": count for name, count in engine.extra.items() if self._is_vllm}
+
+
+def _episode_metrics(groups: Sequence[Group]) -> Metric:
+    """Means over the episodes of a take; empty if its rollouts are no episodes."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    if not episodes:
+        return {}
+    spans = [max(rollout.sampled_versions) - min(rollout.sampled_versions) for rollout in rollouts]
+    return {
+        "a3po/episodes/turns": fmean(episode.turns for episode in episodes),
+        "a3po/episodes/tool_seconds": fmean(episode.tool_seconds for episode in episodes),
+        "a3po/episodes/tool_timeouts": float(sum(episode.tool_timeouts for episode in episodes)),
+        "a3po/episodes/version_span": fmean(spans),
+        "a3po/episodes/cut_off": fmean(episode.end in ("length", "overlong tool result") for episode in episodes),
+    }

@@ -66,6 +66,16 @@ class QueueState:
         """The row of the prompt stream to read from: no earlier row is needed again."""
         return min((item.prompt_index for item in self.outstanding), default=self.cursor)
 
+    def without_unscored_rollouts(self) -> Self:
+        """This state with every prompt to be sampled again whose rollouts have no score: the environments that their
+        scores may need are gone."""
+        unscored = sum(item.rollouts is not None and item.score is None for item in self.outstanding)
+        return replace(
+            self,
+            outcomes=self.outcomes.with_unused(unscored, "cut off, sampled again"),
+            outstanding=[replace(item, rollouts=None) if item.score is None else item for item in self.outstanding],
+        )
+
     def without_rollouts(self, *, keeps_prompts: bool) -> Self:
         """This state with every outstanding prompt to be sampled again.
 

@@ -71,6 +71,8 @@ def load_run(trainer: "A3POTrainer", folder: Path) -> RunState:
     _check_processes(trainer, saved.processes, saved.slices is not None, folder)
     _check_data_skip(trainer, folder)
     queue = _made_again(saved.queue, changed, folder)
+    if trainer.environment_factories:
+        queue = queue.without_unscored_rollouts()
     takes = -(-saved.micro_steps // trainer.args.micro_steps_per_take)  # as this run's schedule counts them
     run = RunState(
         run=checkpoint.run_of(folder),
