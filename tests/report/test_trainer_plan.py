@@ -11,6 +11,7 @@ from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.models.attention_shape import kv_values_per_token
 from trl_a3po.objectives.table import OBJECTIVES
 from trl_a3po.report.trainer_plan import trainer_plan
+from trl_a3po.testing import StubEngine
 
 
 def config(**settings):
@@ -65,6 +66,26 @@ def test_memory_counts_trained_parameters_only():
     frozen = trainer_plan(config(), model.requires_grad_(False), 4, 4, "padded")
     trained = trainer_plan(config(), model.requires_grad_(True), 4, 4, "padded")
     assert "gradients 0.00 GiB" in frozen and "gradients 0.00 GiB" not in trained
+
+
+def test_frozen_weights_that_the_engine_reads_where_they_are_are_not_counted_twice():
+    model = AutoModelForCausalLM.from_config(tiny_config(hidden_size=512, vocab_size=2**16), dtype=torch.float32)
+    model.requires_grad_(False)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    alone = trainer_plan(config(), model, 4, 4, "padded")
+    shared = trainer_plan(config(), model, 4, 4, "padded", shared_bytes=size)
+    assert f"engine memory:           {size / 2**30:.2f} GiB" in alone
+    assert "engine memory:           0.01 GiB" in shared  # the cache
+    assert f"of which {size / 2**30:.2f} GiB are the trainer's own frozen weights" in shared
+
+
+def test_the_plan_says_what_training_waits_for_at_a_publish():
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    on_cpu = "training waits until the weights are in memory that the engine reads"
+    assert on_cpu in trainer_plan(config(), model, 4, 4, "padded")
+    assert "publishing" not in trainer_plan(
+        config(engine=StubEngine(lambda prompt, number: (1,))), model, 4, 4, "padded"
+    )
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,15 @@ def trainer_plan(
             f"what is trained {_gib(published)}, cache of {slots} completions {_gib(cache)}), and the cache of their "
             "prompts"
         )
+    if args.engine == "transformers" or (args.engine == "vllm" and not args.vllm_server_urls):
+        lines["publishing"] = _publishing(args, zero_stage)
     return f"{config_plan(args)}\n{table(lines)}"
+
+
+def _publishing(args: A3POConfig, zero_stage: int) -> str:
+    if args.device.type == "cuda" and zero_stage < 3:
+        return "training waits for a copy on its own GPU, which is sent to the engine while training goes on"
+    return "training waits until the weights are in memory that the engine reads"
 
 
 def _vllm_share(args: A3POConfig) -> str:
