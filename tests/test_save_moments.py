@@ -44,7 +44,10 @@ def run(model_path, folder, callbacks=(), resume=None, **settings) -> TakeRecord
     return trainer
 
 
-@pytest.fixture(scope="module", params=[{}, {"schedule": "periodic", "num_iterations": 1}], ids=["", "periodic"])
+PERIODIC = pytest.param({"schedule": "periodic", "num_iterations": 1}, marks=pytest.mark.long)
+
+
+@pytest.fixture(scope="module", params=[{}, PERIODIC], ids=["", "periodic"])
 def whole(request, model_path, tmp_path_factory):
     trainer = run(model_path, tmp_path_factory.mktemp("whole"), **request.param)
     weights = [weight.detach().clone() for weight in trainer.model.parameters()]

@@ -166,7 +166,7 @@ def adapted() -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("sync", ["adapter", "merged"])
+@pytest.mark.parametrize("sync", ["adapter", pytest.param("merged", marks=pytest.mark.long)])
 @pytest.mark.parametrize("swap", [copied, other_adapter, without_adapter, merged_adapter])
 def test_adapters_may_be_switched_for_an_evaluation(model_path, tmp_path, swap, sync):
 
