@@ -1,7 +1,6 @@
 """Whatever a worker process does wrong, whoever uses it notices, says why, and leaves nothing behind.
 
-Every kind of worker goes through the same faults: the worker of the transformers engine, the process that reads vLLM's
-answers, and the reward worker.
+Every kind of worker goes through the same faults: the worker of an engine, and the reward worker.
 """
 
 import os
@@ -19,7 +18,6 @@ from tests.rewards.test_worker_pool import state
 from tests.workers.processes import is_gone, is_reaped, until
 from trl_a3po.engines import supervisor
 from trl_a3po.engines.transformers import transformers_engine
-from trl_a3po.engines.vllm import calls
 from trl_a3po.errors import EngineError, RewardError
 from trl_a3po.protocol.engine import GroupRequest
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Rollout
@@ -66,30 +64,6 @@ class TransformersWorker:
         self.user.close()
 
 
-class VLLMReader:
-    overdue = "sent nothing for 1 seconds"
-
-    def __init__(self, monkeypatch, timeout):
-        monkeypatch.setattr(calls, "READER", FAULTY)
-        monkeypatch.setattr(calls, "SILENCE_TIMEOUT", timeout)
-        self.ended = []
-        self.user = calls.Calls(lambda update: self.ended.extend(update.ended))
-
-    def begin(self):
-        self.user.make(calls.CallRequest(7, "http://localhost:1", {}, 30.0))
-
-    def process(self) -> WorkerProcess | None:
-        return self.user._worker
-
-    def report(self) -> str:
-        until(lambda: self.ended)
-        assert [ended.number for ended in self.ended] == [7]
-        return str(self.ended[0].fault)
-
-    def close(self):
-        self.user.close()
-
-
 class RewardWorker:
     overdue = "reward timeout"
 
@@ -123,7 +97,7 @@ class RewardWorker:
         self.thread.join(CLOSE_TIMEOUT)
 
 
-KINDS = {"transformers": TransformersWorker, "vllm": VLLMReader, "reward": RewardWorker}
+KINDS = {"transformers": TransformersWorker, "reward": RewardWorker}
 
 
 @pytest.fixture(params=KINDS)
@@ -174,7 +148,7 @@ def test_a_worker_that_sends_garbage_is_killed(working):
     assert is_reaped(process.pid)
 
 
-@pytest.mark.parametrize("working", ["vllm", "reward"], indirect=True)
+@pytest.mark.parametrize("working", ["reward"], indirect=True)
 def test_a_stopped_worker_is_killed_where_its_time_is_limited(working):
     user, process = working("none", timeout=1.0)
     os.kill(process.pid, signal.SIGSTOP)
@@ -206,9 +180,9 @@ while True:
 """
 
 
-@pytest.mark.parametrize("module", [transformers_engine.WORKER, calls.READER, worker_pool.MODULE, FAULTY])
+@pytest.mark.parametrize("module", [transformers_engine.WORKER, worker_pool.MODULE, FAULTY])
 def test_no_worker_outlives_the_process_that_started_it(module):
-    environment = worker_environment(threads=1) | {"A3PO_TEST_WORKER": "vllm none"}
+    environment = worker_environment(threads=1) | {"A3PO_TEST_WORKER": "other none"}
     owner = subprocess.Popen([sys.executable, "-c", OWNER, module], stdout=subprocess.PIPE, text=True, env=environment)
     pid = int(owner.stdout.readline())
     if module == FAULTY:  # which is at work then, and reads its socket no more

@@ -76,5 +76,5 @@ def adapter_server(vllm_python, tied_model, tmp_path_factory):
 @pytest.fixture(scope="session")
 def weights_server(vllm_python, untied_model, tmp_path_factory):
     """URL of a server that takes whole weights."""
-    with serving(vllm_python, untied_model, tmp_path_factory.mktemp("w")) as (server,):
+    with serving(vllm_python, untied_model, tmp_path_factory.mktemp("w"), counts_tokens=True) as (server,):
         yield server.server.url

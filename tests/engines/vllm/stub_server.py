@@ -35,17 +35,15 @@ class StubServer:
     Args:
         lora: started with `--enable-lora`.
         step: seconds between two tokens.
-        lag: seconds between sampling a token and sending it, where tokens are streamed.
         changes: settings it reports otherwise, by name.
 
-    `faults` names what goes wrong with the next completions, one each: "hang", "drip", "garbage", "garbage_event",
-    "misaligned", "nan", "500", "reset", "cut".
+    `faults` names what goes wrong with the next completions, one each: "hang", "drip", "garbage", "misaligned", "nan",
+    "500", "reset".
     """
 
-    def __init__(self, *, lora: bool = False, step: float = 0.002, lag: float = 0.0, port: int = 0, **changes):
+    def __init__(self, *, lora: bool = False, step: float = 0.002, port: int = 0, **changes):
         self.lora = lora
         self.step = step
-        self.lag = lag
         self.faults: list[str] = []
         self.served = 0
         self.calls: list[str] = []
@@ -53,6 +51,10 @@ class StubServer:
         self.weight = -1.0
         self.tokens = 0
         self.bodies: list[dict] = []
+        self._counts: dict[
+            str, list[tuple[int, int]]
+        ] = {}  # of open requests: tokens of each sequence, and at its end
+        self._answered: list[str] = []
         self.changes = changes
         self._state = threading.Condition()
         self._paused = False
@@ -82,7 +84,7 @@ class StubServer:
 
     def restarted(self) -> "StubServer":
         """Another process on the same port, with the weights it was started with."""
-        return StubServer(lora=self.lora, step=self.step, lag=self.lag, port=self.port, **self.changes)
+        return StubServer(lora=self.lora, step=self.step, port=self.port, **self.changes)
 
     # --- endpoints ----------------------------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ class StubServer:
         config = {
             "model_config": {"logprobs_mode": "processed_logprobs", "model": "stub/base"},
             "device_config": {"device": self.changes.get("device", "cuda")},
-            "scheduler_config": {"max_num_seqs": 8, "stream_interval": 1},
+            "scheduler_config": {"max_num_seqs": 8},
             "lora_config": {"max_lora_rank": 16, "max_loras": 8} if self.lora else None,
             "weight_transfer_config": {"backend": self.changes["backend"]} if "backend" in self.changes else None,
         }
@@ -109,6 +111,13 @@ class StubServer:
             "/server_info": {"vllm_config": config, "vllm_env": environment},
             "/metrics": f'vllm:generation_tokens_total{{engine="0"}} {float(self.tokens)}\n',
         }
+        if path == "/a3po/token_counts" and self.changes.get("counts_tokens") is not False:
+            with self._state:
+                begun = {
+                    name: {"begun": True, "tokens": {i: n for i, (n, most) in enumerate(counts) if n < most}}
+                    for name, counts in self._counts.items()
+                }
+                return 200, {"open": begun, "answered": list(self._answered)}
         if path == "/server_info" and self.changes.get("dev_mode") is False:
             return 404, "not found"
         return (200, answers[path]) if path in answers else (404, "not found")
@@ -149,7 +158,7 @@ class StubServer:
     def weight_of(self, model: str) -> float | None:
         return self.adapters.get(model) if self.lora else self.weight
 
-    def sample(self, body: dict, emit) -> None:
+    def sample(self, body: dict, emit, name: str | None = None) -> None:
         """Sample every sequence of a completion; `emit(index, token, logp, finish)` for each token, or one without."""
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         with self._state:
@@ -181,10 +190,10 @@ class StubServer:
                     sent.append((index, token, logp_of(weight), finish))
                     self.tokens += 1
             with self._state:
+                if name is not None:
+                    self._counts[name] = list(zip(done, lengths, strict=True))
                 self._sampling -= 1
                 self._state.notify_all()
-            if self.lag:
-                time.sleep(self.lag)
             for chunk in sent:
                 emit(*chunk)
             time.sleep(self.step)
@@ -203,7 +212,7 @@ class _Listener(ThreadingHTTPServer):
 
 def _handler(stub: StubServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # streams are sent in chunks, as vLLM's are
+        protocol_version = "HTTP/1.1"
 
         def log_message(self, *arguments):
             pass
@@ -261,8 +270,6 @@ def _handler(stub: StubServer) -> type[BaseHTTPRequestHandler]:
                 self.answer(500, "EngineCore encountered an issue.")
             elif fault == "reset":
                 self.connection.shutdown(socket.SHUT_RDWR)
-            elif body["stream"]:
-                self.stream(body, fault)
             else:
                 self.whole(body, fault)
 
@@ -287,42 +294,16 @@ def _handler(stub: StubServer) -> type[BaseHTTPRequestHandler]:
                     choices[index]["logprobs"]["token_logprobs"].append(logp)
                 choices[index]["finish_reason"] = finish
 
-            stub.sample(body, emit)
+            name = self.headers["X-Request-Id"]
+            stub.sample(body, emit, name)
+            with stub._state:
+                if stub._counts.pop(name, None) is not None:
+                    stub._answered.append(name)
             if fault == "misaligned":
                 choices[0]["token_ids"].append(3)
             if fault == "nan":
                 choices[0]["logprobs"]["token_logprobs"][0] = None
             self.answer(200, {"choices": choices})
-            stub.served += 1
-
-        def chunk(self, data: str) -> None:
-            self.wfile.write(f"{len(data.encode()):x}\r\n{data}\r\n".encode())
-            self.wfile.flush()
-
-        def stream(self, body: dict, fault: str | None) -> None:
-            self.send_response(200)
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            sent = 0
-
-            def emit(index, token, logp, finish):
-                nonlocal sent
-                sent += 1
-                if fault == "cut" and sent > 5:
-                    raise ConnectionResetError
-                if fault == "garbage_event" and sent > 5:
-                    self.chunk("data: {\n\n")
-                choice = {
-                    "index": index,
-                    "token_ids": [] if token is None else [token],
-                    "logprobs": {"token_logprobs": [] if token is None else [logp]},
-                    "finish_reason": finish,
-                }
-                self.chunk(f"data: {json.dumps({'choices': [choice]})}\n\n")
-
-            stub.sample(body, emit)
-            self.chunk("data: [DONE]\n\n")
-            self.chunk("")
             stub.served += 1
 
     return Handler

@@ -38,7 +38,7 @@ def test_tensors_travel_in_the_dtype_of_the_server_but_for_those_of_whole_number
 def test_a_server_that_was_lost_and_is_back_gets_a_new_group(monkeypatch):
     server = StubServer(backend="nccl")
     of_the_server = Server(server.url)
-    pool = ServerPool([(of_the_server, of_the_server.info())], SamplingSettings(8), streams=True, request_timeout=5.0)
+    pool = ServerPool([(of_the_server, of_the_server.info())], SamplingSettings(8), request_timeout=5.0)
     (member,) = pool.members
     joined = []
     monkeypatch.setattr(NcclTransfer, "__init__", lambda self: self.__dict__.update(_groups={}, _lives={}))

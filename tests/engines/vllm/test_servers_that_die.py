@@ -53,7 +53,7 @@ def adapter_servers(vllm_python, tied_model, tmp_path_factory):
 
 @pytest.fixture
 def weights_servers(vllm_python, untied_model, tmp_path):
-    with serving(vllm_python, untied_model, tmp_path, count=2) as servers:
+    with serving(vllm_python, untied_model, tmp_path, count=2, counts_tokens=True) as servers:
         yield servers
 
 

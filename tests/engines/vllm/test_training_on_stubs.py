@@ -72,7 +72,7 @@ def test_a_server_that_dies_and_comes_back_loses_nothing(tmp_path):
     trainer.train()
     check_groups(trainer.groups, range(STEPS))
     assert logged(trainer, "a3po/vllm/servers_lost")[-1] >= 1
-    assert logged(trainer, "a3po/outcomes/failed")[-1] == 0
+    assert not any(logged(trainer, "a3po/outcomes/failed"))
     assert len(back) == 1
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until, update
-from trl_a3po.engines.vllm import pool
+from trl_a3po.errors import EngineError
 
 
 def servers_of(count, **settings):
@@ -26,50 +26,32 @@ def test_every_token_carries_the_version_it_was_sampled_from(tmp_path, lora, kv_
         spanning = any(len(span) > 1 for span in spans)
         assert spanning == (not lora or kv_on_publish == "recompute")
         assert all(r.versions == sorted(r.versions) for event in events.values() for r in event.rollouts)
-        assert engine.stats().extra["bounded_tokens"] == 0
     finally:
         engine.close()
 
 
-def test_tokens_still_on_their_way_when_a_server_pauses_are_waited_for(tmp_path):
-    (server,) = servers = servers_of(1, step=0.01, lag=0.05)
+def test_rollouts_that_ended_before_a_publish_and_those_that_had_not_begun_are_told_apart(tmp_path):
+    """Some sequences of a call are finished when weights change, some are under way; another call waits its turn."""
+    (server,) = servers = servers_of(1, step=0.02)
     engine = started(servers, tmp_path)
     try:
-        engine.submit(requests(2))
-        until(lambda: server.tokens > 30)
-        engine.publish(update(False, 1))
-        finished(engine, 2)
-        assert engine.stats().extra["bounded_tokens"] == 0
+        engine.submit(requests(3, rollouts=4))
+        for version in (1, 2, 3):
+            sampled = server.tokens
+            until(lambda sampled=sampled: server.tokens > sampled + 30)
+            engine.publish(update(False, version))
+        events = finished(engine, 3)
+        lengths = {r.versions[-1] for event in events.values() for r in event.rollouts}
+        assert len(lengths) > 1
     finally:
         engine.close()
 
 
-def test_a_publish_waits_for_no_tokens_when_no_call_is_in_flight(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool, "SETTLE_TIMEOUT", 1e6)
-    (server,) = servers = servers_of(1)
-    engine = started(servers, tmp_path)
-    try:
-        engine.publish(update(False, 1))
-        server.tokens += 2  # of another client
-        engine.publish(update(False, 2))
-        assert server.weight == 2.0
-    finally:
-        engine.close()
-
-
-def test_where_the_boundary_is_not_known_the_older_version_is_stamped_and_counted(tmp_path):
-    (server,) = servers = servers_of(1, step=0.03)
-    engine = started(servers, tmp_path)
-    try:
-        engine.submit(requests(1))
-        until(lambda: server.tokens > 8)
-        server.tokens += 5  # of another client
-        engine.publish(update(False, 1))
-        until(lambda: engine.stats().extra["bounded_tokens"] > 0)
-        until(lambda: engine.wait(0.1) != [])
-        assert 1 <= engine.stats().extra["bounded_tokens"] <= 4
-    finally:
-        engine.close()
+def test_a_server_without_the_extension_is_refused_for_kept_caches_alone(tmp_path):
+    servers = servers_of(1, counts_tokens=False)
+    with pytest.raises(EngineError, match=r"a3po_server.py .*'recompute'.*\n.*\n.*--middleware a3po_server"):
+        started(servers, tmp_path)
+    started(servers, tmp_path, kv_on_publish="recompute").close()
 
 
 def test_recompute_goes_on_from_the_tokens_so_far(tmp_path):

@@ -57,7 +57,6 @@ def completion_body(
     *,
     count: int,
     done: int,
-    stream: bool,
     seed: int | None = None,
 ) -> dict[str, Any]:
     """The request for `count` completions after `prompt_ids`, whose last `done` tokens are the completion's first.
@@ -78,7 +77,6 @@ def completion_body(
         "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,  # stop_token_ids has what ends a completion, and nothing else does
-        "stream": stream,
     }
     if seed is not None:
         body["seed"] = seed

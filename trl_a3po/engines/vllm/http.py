@@ -1,4 +1,4 @@
-"""HTTP calls with a timeout. A call sends JSON and gets an answer, as a whole or as a stream of events.
+"""HTTP calls with a timeout. A call sends JSON and gets an answer.
 
 Guarantees: a call ends within its timeout whatever the server does, even if the server sends a byte now and then; a
 call can be ended from another thread; every failure is one of the four kinds of `HttpFault`. A call is one connection
@@ -10,14 +10,11 @@ import http.client
 import io
 import json
 import os
-import select
 import socket
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-from trl_a3po.engines.vllm.framing import dechunked, lines_of
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT = 5.0
 _SHOWN = 400  # characters of an answer in an error
 _MOST = 1 << 16  # bytes read at a time
-_EVENT_LINES = (b"data: ", b":")  # the second begins a comment, such as a proxy sends to keep a connection alive
 
 
 class HttpFault(Exception):
@@ -63,10 +59,14 @@ class Call:
             "unix:///folder/socket".
         path: of the request, with its query.
         body: sent as JSON; `None` sends none.
-        limit: seconds for all of it.
+        timeout: seconds for all of it.
+        name: of the request, which the server is told.
     """
 
-    def __init__(self, base_url: str, method: str, path: str, body: Any = None, *, timeout: float):
+    def __init__(
+        self, base_url: str, method: str, path: str, body: Any = None, *, timeout: float, name: str | None = None
+    ):
+        self._name = name
         self._base_url = base_url
         self._method = method
         self._path = path
@@ -83,25 +83,6 @@ class Call:
     def text(self) -> str:
         return self.data().decode(errors="replace")
 
-    def events(self) -> Iterator[list[bytes]]:
-        """The data of server-sent events, those that have come at a time, until "[DONE]"; a stream that ends before
-        that raises."""
-        with self._answer() as response:
-            for lines in lines_of(self._body_of(response)):
-                wrong = next((line for line in lines if not line.startswith(_EVENT_LINES)), None)
-                if wrong is not None:
-                    lines = lines[: lines.index(wrong)]
-                found = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
-                done = found[-1:] == [b"[DONE]"]
-                if found := found[:-1] if done else found:
-                    yield found
-                if done:
-                    return
-                if wrong is not None:
-                    shown = shown_of(wrong.decode(errors="replace"))
-                    raise AnswerFault(f"{self.named} did not send an event of a stream{shown}.")
-        raise ConnectionFault(f"{self.named} ended its stream before it was complete.")
-
     def end(self) -> None:
         """Break the connection; the reader gets a `ConnectionFault`. From any thread, idempotent."""
         self._ended = True
@@ -110,28 +91,9 @@ class Call:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether something has come that is still to be read. From any thread."""
-        if self._socket is None:  # not connected yet
-            return False
-        poller = select.poll()
-        try:
-            poller.register(self._socket, select.POLLIN)
-        except ValueError:  # closed
-            return False
-        return bool(poller.poll(0))
-
-    @property
     def named(self) -> str:
         """Where it goes, for a person."""
         return f"{self._base_url}{self._path.partition('?')[0]}"
-
-    def _body_of(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
-        """The bytes of an answer's body as they come, many at a time where they come faster than they are read:
-        `http.client` hands out a chunk at a time, and a token is a chunk."""
-        received = self._deadline_socket.received()
-        chunked = response.headers.get("Transfer-Encoding", "").lower() == "chunked"
-        return dechunked(received) if chunked else received
 
     @contextlib.contextmanager
     def _answer(self) -> Iterator[http.client.HTTPResponse]:
@@ -142,8 +104,10 @@ class Call:
             self._socket = connection.sock
             if self._ended:
                 raise ConnectionFault(f"The call of {self.named} was ended.")
-            connection.sock = self._deadline_socket = _DeadlineSocket(connection.sock, deadline)
+            connection.sock = _DeadlineSocket(connection.sock, deadline)
             headers = {"Connection": "close", "Content-Type": "application/json"}
+            if self._name is not None:
+                headers["X-Request-Id"] = self._name
             if key := os.environ.get("VLLM_API_KEY"):
                 headers["Authorization"] = f"Bearer {key}"
             connection.request(self._method, f"{below}{self._path}", self._body, headers)
@@ -237,11 +201,6 @@ class _DeadlineSocket:
     def makefile(self, mode: str) -> "io.BufferedReader[_Reader]":
         self._file = io.BufferedReader(_Reader(self), _MOST)
         return self._file
-
-    def received(self) -> Iterator[bytes]:
-        """What comes after the headers."""
-        while data := self._file.read1(_MOST):
-            yield data
 
     def receive_into(self, buffer: "WriteableBuffer") -> int:
         self._aim()

@@ -30,6 +30,7 @@ def server_requirements(
     kept_versions: int,
     transfer: str | None,
     deterministic: bool,
+    counts_tokens: bool,
 ) -> ServerRequirements:
     """What the run needs of a server. The arguments are those of `ServerRequirements` and `VLLMEngine`."""
     config, longest = spec.config.get_text_config(), (max_prompt_tokens or 1) + sampling.max_new_tokens
@@ -47,6 +48,7 @@ def server_requirements(
         max_loras=kept_versions if spec.peft_config is not None else 0,
         transfer=transfer,
         batch_invariant=deterministic,
+        counts_tokens=counts_tokens,
         shape={name: getattr(config, name) for name in SHAPE if getattr(config, name, None) is not None},
     )
 

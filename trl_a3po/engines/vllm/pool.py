@@ -7,21 +7,15 @@ Guarantees:
 - a server gets work only while it carries the weights that are served now: a server that was lost and comes back gets
   those weights first (`server_watch.py`).
 
-Where a token gets its version: in `ServerPool._record_tokens`, when a chunk of tokens arrives. There are two cases.
+Where a token gets its version: in `ServerPool._record_tokens`, when an answer arrives. There are two cases.
 
 1. Adapters, and whole weights with `kv_on_publish="recompute"`: a call names the weights of one version and ends
    before those weights change, so all its tokens carry the version of the call.
-2. Whole weights with `kv_on_publish="keep"` (`streams=True`): a call goes on while the weights change. Its tokens
-   carry the version that their server holds when they arrive, so every token sampled before a publish has to arrive
-   before the version changes. `receive_all_tokens` ensures this while the server is paused for the publish: it
-   compares the server's own count of sampled tokens with the count of tokens that have arrived. If the counts do not
-   agree within `SETTLE_TIMEOUT` (another client uses the server, or events hold several tokens), `Calls.catch_up`
-   sends a barrier to the reader process, and `reader.reach_barrier` answers when nothing more arrives for the server's
-   calls. A reader that does not answer is killed, and its tokens are sampled again. After a barrier the server may
-   still hold back one event of each sequence. So the first event of each sequence after the publish carries the older
-   version, and its tokens are counted as `bounded_tokens`: their version is a lower bound.
+2. Whole weights with `kv_on_publish="keep"`: a call goes on while the weights change. While a server is paused for a
+   publish, it says how many tokens each of its sequences has (`a3po_server.py`), and `note_publish` keeps these counts
+   with the call. When the answer has come, the tokens up to a count carry the version before that publish.
 
-Threads: one, which gets the tokens from the reader process (`calls.py`).
+Threads: one for each call (`calls.py`).
 """
 
 import itertools
@@ -29,9 +23,10 @@ import logging
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Iterable, Sequence
 
-from trl_a3po.engines.vllm.calls import CallRequest, Calls, ReaderUpdate
+from trl_a3po.engines.vllm.calls import CallRequest, Calls, Ended
 from trl_a3po.engines.vllm.completions import completion_body
 from trl_a3po.engines.vllm.http import AnswerFault, ConnectionFault, HttpFault, StatusFault, TimeoutFault
 from trl_a3po.engines.vllm.noise import noise_seed
@@ -45,8 +40,6 @@ from trl_a3po.protocol.engine import EngineEvent, GroupFailed, GroupRequest, Sam
 logger = logging.getLogger(__name__)
 
 MOST_TRIES = 5
-SETTLE_TIMEOUT = 2.0
-CATCH_UP_TIMEOUT = 10.0  # seconds for what a paused server has sent to be read
 IDLE_TIMEOUT = 60.0  # seconds for calls to return once a server has ended them
 
 
@@ -55,7 +48,6 @@ class ServerPool:
     Args:
         servers: at least one, each with what it says of itself.
         sampling: the same for every request.
-        streams: tokens are taken as they come (see the versions above).
         request_timeout: seconds for one call.
         seeds: every call names the seed of its noise.
     """
@@ -65,13 +57,11 @@ class ServerPool:
         servers: Iterable[tuple[Server, ServerInfo]],
         sampling: SamplingSettings,
         *,
-        streams: bool,
         request_timeout: float,
         seeds: bool = False,
     ):
         self.members = [PooledServer(server, info) for server, info in servers]
         self._sampling = sampling
-        self._streams = streams
         self._request_timeout = request_timeout
         self._seeds = seeds
         self.changing = threading.RLock()  # held while what servers carry is changed
@@ -80,6 +70,7 @@ class ServerPool:
         self._held = False
         self._calls = Calls(self._receive)
         self._numbers = itertools.count()
+        self._run = uuid.uuid4().hex
         self._in_flight: dict[int, InFlightCall] = {}
         self._jobs = JobQueue()
         self._groups: dict[int, PartialGroup] = {}
@@ -90,9 +81,7 @@ class ServerPool:
         self._busy_since: float | None = None
         self.busy_seconds = 0.0
         self.tokens = 0
-        self.counts = dict.fromkeys(
-            ("servers_lost", "servers_back", "calls_failed", "timeouts", "garbage_answers", "bounded_tokens"), 0
-        )
+        self.counts = dict.fromkeys(("servers_lost", "servers_back", "calls_failed", "timeouts", "garbage_answers"), 0)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -146,7 +135,7 @@ class ServerPool:
     def mark_back(self, member: PooledServer, served_weights: ServedWeights) -> None:
         """A server that answers again carries the current publication, `served_weights`."""
         with self._changed:
-            member.state, member.version, member.counted = "live", served_weights.version, None
+            member.state, member.version = "live", served_weights.version
             self.counts["servers_back"] += 1
             self._dispatch()
 
@@ -160,11 +149,6 @@ class ServerPool:
                 elif member.state == "live":
                     member.state = "behind"
             self._dispatch()
-
-    def count_scored(self, member: PooledServer, tokens: int) -> None:
-        """Count tokens that a server has sampled for a scoring call, which its own count includes."""
-        with self._changed:
-            member.received += tokens
 
     def in_use(self) -> set[str]:
         """Model names of the calls being made."""
@@ -198,37 +182,17 @@ class ServerPool:
             if time.monotonic() > deadline:
                 raise TimeoutFault(f"{member.server.url} did not end its calls within {IDLE_TIMEOUT:g} s.")
 
-    def receive_all_tokens(self, member: PooledServer) -> None:
-        """Wait until every token that a paused server has sampled has arrived. Tokens that arrive later belong to the
-        next version.
-
-        If that cannot be seen from the server's count, the next event of each sequence is `bounded` (see the module).
-        Without a call in flight there is nothing to wait for, whatever else the server has sampled.
-        """
-        deadline = time.monotonic() + SETTLE_TIMEOUT
-        total, complete = self._sampled_tokens(member)
-        while complete is False and member.running and time.monotonic() < deadline:
-            time.sleep(0.01)
-            total, complete = self._sampled_tokens(member)
-        if not complete and member.running:
-            time.sleep(0.1)  # for what is still on its way
-            with self._changed:
-                calls = [call.number for call in member.running]
-            self._calls.catch_up(calls, CATCH_UP_TIMEOUT)
-            total, complete = self._sampled_tokens(member)
+    def note_publish(self, member: PooledServer) -> None:
+        """Note how many tokens each sequence of a paused server has: the later ones belong to the next version."""
         with self._changed:
-            member.counted, member.received = total, 0
-            for call in member.running:
-                call.bounded = set() if complete else set(range(len(call.job.sequences)))
-
-    def _sampled_tokens(self, member: PooledServer) -> tuple[int | None, bool | None]:
-        """How many tokens the server says it has sampled, and whether all of them have arrived; each is `None` if it
-        is unknown."""
-        total = member.server.generated_tokens()
+            calls = list(member.running)
+        if not calls:
+            return
+        counts = member.server.token_counts()
         with self._changed:
-            if total is None or member.counted is None or member.info.stream_interval != 1:
-                return total, None
-            return total, member.counted + member.received == total
+            for call in calls:
+                sequences = range(len(call.job.sequences))
+                call.publishes.append((member.version, [counts.of(call.name, index) for index in sequences]))
 
     # --- any thread ---------------------------------------------------------------------------------------------
 
@@ -319,32 +283,29 @@ class ServerPool:
             job.prompt_ids,
             count=len(job.sequences),
             done=done,
-            stream=self._streams,
             seed=seed,
         )
-        call = InFlightCall(job, member, served_weights, next(self._numbers))
+        number = next(self._numbers)
+        call = InFlightCall(job, member, served_weights, number, f"a3po-{self._run}-{number}")
         member.running.add(call)
         self._in_flight[call.number] = call
         if self._busy_since is None:
             self._busy_since = time.monotonic()
-        self._calls.make(CallRequest(call.number, member.server.url, body, self._request_timeout))
+        self._calls.make(CallRequest(call.number, call.name, member.server.url, body, self._request_timeout))
 
-    def _receive(self, update: ReaderUpdate) -> None:
-        """What servers sent, and which calls have ended."""
+    def _receive(self, ended: Ended) -> None:
+        """What a call brought at its end."""
         try:
             with self._changed:
-                for number, chunks in update.chunks.items():
-                    if call := self._in_flight.get(number):
-                        try:
-                            self._record_tokens(call, map(TokenChunk._make, chunks))
-                        except AnswerFault as fault:
-                            self._calls.end(number)
-                            self._returned(call, fault)
-                for ended in update.ended:
-                    if call := self._in_flight.get(ended.number):
-                        self._returned(call, ended.fault)
-                    if ended.error is not None:
-                        self._end_with(f"A call of the vLLM engine failed by itself:\n{ended.error}")
+                if call := self._in_flight.get(ended.number):
+                    fault = ended.fault
+                    try:
+                        self._record_tokens(call, ended.chunks)
+                    except AnswerFault as error:
+                        fault = error
+                    self._returned(call, fault)
+                if ended.error is not None:
+                    self._end_with(f"A call of the vLLM engine failed by itself:\n{ended.error}")
                 self._dispatch()
                 self._changed.notify_all()
         except BaseException:
@@ -355,15 +316,9 @@ class ServerPool:
         if call not in call.member.running:  # its server was lost, and the job has gone elsewhere
             return
         for chunk in chunks:
-            version = call.member.version if self._streams else call.served_weights.version
-            if chunk.index in call.bounded and chunk.token_ids:
-                call.bounded.discard(chunk.index)
-                sequence = call.job.sequences[chunk.index]
-                version = sequence.versions[-1] if sequence.versions else version
-                self.counts["bounded_tokens"] += len(chunk.token_ids)
-            call.job.sequences[chunk.index].add(chunk, version, call.job.group.sampling)
+            versions = call.versions_of(chunk.index, len(chunk.token_ids))
+            call.job.sequences[chunk.index].add(chunk, versions, call.job.group.sampling)
             self.tokens += len(chunk.token_ids)
-            call.member.received += len(chunk.token_ids)
 
     def _returned(self, call: InFlightCall, fault: HttpFault | None) -> None:
         """Account for a call that has ended; the caller holds the lock."""
@@ -375,7 +330,6 @@ class ServerPool:
             self.busy_seconds += time.monotonic() - self._busy_since
             self._busy_since = None
         if given_up or self._closed or job.group.cancelled:
-            member.counted = None
             return
         if fault is not None:
             self._failed(call, fault)
@@ -387,7 +341,6 @@ class ServerPool:
 
     def _failed(self, call: InFlightCall, fault: HttpFault) -> None:
         member, job = call.member, call.job
-        member.counted = None
         self.counts["calls_failed"] += 1
         self.counts["timeouts"] += isinstance(fault, TimeoutFault)
         self.counts["garbage_answers"] += isinstance(fault, AnswerFault)
@@ -424,7 +377,7 @@ class ServerPool:
         member.last_fault = why
         if member.state == "down":
             return
-        member.state, member.version, member.counted = "down", -1, None
+        member.state, member.version = "down", -1
         self.counts["servers_lost"] += 1
         if not self._closed:
             logger.warning("A vLLM server was lost, with %d rollouts in work: %s", member.load, why)

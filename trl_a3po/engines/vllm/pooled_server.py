@@ -25,7 +25,19 @@ class InFlightCall:
     member: "PooledServer"
     served_weights: ServedWeights
     number: int
-    bounded: set[int] = field(default_factory=set)  # sequences whose next event may be older than the publication
+    name: str  # of the request, for the server
+    publishes: list[tuple[int, list[int | None]]] = field(default_factory=list)
+    """Of each publish since the call was made: the version before it, and how many tokens each sequence had, or `None`
+    for a finished one."""
+
+    def versions_of(self, index: int, count: int) -> list[int]:
+        """The versions of the `count` tokens of a sequence, of which the last may be newer than the call's first."""
+        versions: list[int] = []
+        for version, tokens in self.publishes:
+            until = tokens[index]
+            versions += [version] * ((count if until is None else until) - len(versions))
+        current = self.member.version if self.publishes else self.served_weights.version
+        return (versions + [current] * (count - len(versions)))[:count]
 
 
 @dataclass(eq=False)
@@ -41,8 +53,6 @@ class PooledServer:
     state: Literal["live", "behind", "down"] = "down"
     running: set[InFlightCall] = field(default_factory=set)
     version: int = -1
-    received: int = 0  # tokens since `counted`
-    counted: int | None = None  # tokens by the server's own count at the last publish; `None`: unknown
     lives: int = 0  # times it was found to answer: after the next one it may be another process
     pings_missed: int = 0
     last_fault: str = "it was never reached"

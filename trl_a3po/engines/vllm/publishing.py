@@ -8,7 +8,7 @@ server is brought up by the thread that watches it, both under `pool.changing`.
 What happens to rollouts in flight (`keeps`):
 
 - kept, with whole weights: servers pause with their sequences as they are, load the weights, and go on; later tokens
-  carry the new version. This needs streamed tokens (`pool.py` explains how the boundary is found).
+  carry the new version. `pool.py` explains how the boundary is found.
 - kept, with an adapter: rollouts go on under the adapter they began with, which stays loaded, and carry its version.
 - not kept: servers end the rollouts' calls at once; each rollout is sent again, as its prompt and its tokens so far,
   and goes on under the new weights.
@@ -183,6 +183,6 @@ class WeightsPublishing:
     def _pause(self, member: PooledServer) -> None:
         if self._keeps:
             member.server.pause("keep")
-            self._pool.receive_all_tokens(member)
+            self._pool.note_publish(member)
         else:
             self._pool.abort_calls(member, all_of_them=True)

@@ -26,8 +26,8 @@ class PartialRollout:
     versions: list[int] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
 
-    def add(self, chunk: TokenChunk, version: int, sampling: SamplingSettings) -> None:
-        """Append a server's tokens, sampled from `version`.
+    def add(self, chunk: TokenChunk, versions: list[int], sampling: SamplingSettings) -> None:
+        """Append a server's tokens, sampled from `versions`.
 
         Raises:
             AnswerFault: they cannot be the answer; the sequence is as before.
@@ -49,7 +49,7 @@ class PartialRollout:
             )
         self.token_ids += chunk.token_ids
         self.logps += chunk.logps
-        self.versions += [version] * len(chunk.token_ids)
+        self.versions += versions
         if chunk.finish in ("stop", "length"):
             self.finish = chunk.finish
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trl_a3po.engines.vllm.http import AnswerFault, Call, StatusFault, fetch_json, server_url
 
+COUNTS = "/a3po/token_counts"
 CONTROL_TIMEOUT = 30.0  # seconds for what takes a server no time
 LOAD_TIMEOUT = 300.0  # seconds for loading weights
 
@@ -28,7 +29,7 @@ class ServerInfo:
         loads_adapters: whether adapters can be loaded while it runs.
         transfer: backend of its `--weight-transfer-config`, or `None`.
         batch_invariant: whether a sequence's bits do not depend on what else it decodes.
-        stream_interval: tokens of one event of a stream.
+        counts_tokens: whether it has the extension `a3po_server.py`.
         dev_mode: whether it has the endpoints that `VLLM_SERVER_DEV_MODE=1` opens; without them most of the above is
             unknown.
         adapters: names of the adapters it has loaded.
@@ -44,10 +45,35 @@ class ServerInfo:
     loads_adapters: bool = False
     transfer: str | None = None
     batch_invariant: bool = False
-    stream_interval: int = 1
+    counts_tokens: bool = False
     dev_mode: bool = False
     serves: str = ""
     adapters: tuple[str, ...] = ()
+
+
+class TokenCounts:
+    """How many tokens each named request of a paused server has.
+
+    Raises:
+        AnswerFault: `answer` is not what `a3po_server.py` says.
+    """
+
+    def __init__(self, answer: Any):
+        try:
+            self._answered = set(answer["answered"])
+            self._open = {
+                name: (bool(request["begun"]), {int(index): int(n) for index, n in request["tokens"].items()})
+                for name, request in answer["open"].items()
+            }
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise AnswerFault(f"{COUNTS} did not answer with counts: {str(answer)[:300]}.") from error
+
+    def of(self, name: str, index: int) -> int | None:
+        """Tokens of a sequence of a request; `None` if it is finished."""
+        if name in self._answered:
+            return None
+        begun, tokens = self._open.get(name, (False, {}))
+        return tokens.get(index, None if begun else 0)
 
 
 class Server:
@@ -59,8 +85,12 @@ class Server:
     def __init__(self, url: str):
         self.url = server_url(url)
 
-    def completion(self, body: dict[str, Any], timeout: float) -> Call:
-        return Call(self.url, "POST", "/v1/completions", body, timeout=timeout)
+    def completion(self, body: dict[str, Any], timeout: float, name: str | None = None) -> Call:
+        return Call(self.url, "POST", "/v1/completions", body, timeout=timeout, name=name)
+
+    def token_counts(self) -> "TokenCounts":
+        """How many tokens each named request has. Needs the extension `a3po_server.py`."""
+        return TokenCounts(self._get(COUNTS))
 
     def ping(self, timeout: float = 5.0) -> None:
         """Return if it is able to serve."""
@@ -82,7 +112,7 @@ class Server:
             if fault.status != 404:
                 raise
             return ServerInfo(**known)
-        return ServerInfo(**known, **_configured(info))
+        return ServerInfo(**known, **_configured(info), counts_tokens=self._counts_tokens())
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:
         """Stop sampling. "keep" leaves sequences and their caches as they are; "abort" ends them as they are, so that
@@ -111,19 +141,20 @@ class Server:
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         self._post("/collective_rpc", body, LOAD_TIMEOUT)
 
-    def generated_tokens(self) -> int | None:
-        """Tokens it has sampled since it started; `None` if it does not count them."""
-        text = Call(self.url, "GET", "/metrics", timeout=CONTROL_TIMEOUT).text()
-        counts = [
-            line.rpartition(" ")[2] for line in text.splitlines() if line.startswith("vllm:generation_tokens_total{")
-        ]
-        return round(sum(map(float, counts))) if counts else None
-
     def post(self, path: str, body: Any = None, timeout: float = CONTROL_TIMEOUT) -> Any:
         return self._post(path, body, timeout)
 
     def get(self, path: str) -> Any:
         return self._get(path)
+
+    def _counts_tokens(self) -> bool:
+        try:
+            self.token_counts()
+        except StatusFault as fault:
+            if fault.status not in (404, 405):
+                raise
+            return False
+        return True
 
     def _get(self, path: str) -> Any:
         return fetch_json(self.url, "GET", path, timeout=CONTROL_TIMEOUT)
@@ -140,7 +171,6 @@ def _configured(info: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "dev_mode": True,
             "max_num_seqs": config["scheduler_config"]["max_num_seqs"],
-            "stream_interval": config["scheduler_config"].get("stream_interval", 1),
             "logprobs_mode": config["model_config"]["logprobs_mode"],
             "max_lora_rank": lora.get("max_lora_rank", 0),
             "max_loras": lora.get("max_loras", 0),

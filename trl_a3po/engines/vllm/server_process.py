@@ -68,11 +68,12 @@ class ServerProcess:
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
             *(*where, *options),
         ]
-        self._environment = worker_environment(threads) | server_environment(requirements)
+        self._environment = worker_environment(threads)
         self._environment["PYTHONSAFEPATH"] = "1"  # the folder we stand in must not shadow a library
         self._environment.pop("PYTHONPATH")  # of this interpreter, which need not be the server's
         if python == sys.executable and "PYTHONPATH" in os.environ:
             self._environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        self._environment |= server_environment(requirements)
         if device.type == "cpu":
             self._command.append("--enforce-eager")
             for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind")):

@@ -18,6 +18,7 @@ from packaging.version import InvalidVersion, Version
 from trl_a3po.engines.vllm.server import ServerInfo
 from trl_a3po.errors import EngineError
 
+EXTENSION = Path(__file__).parent / "server_extension" / "a3po_server.py"
 OLDEST, NEWEST = "0.22", "0.31"
 
 
@@ -34,6 +35,7 @@ class ServerRequirements:
         max_loras: adapters it must hold at a time.
         transfer: the backend that whole weights come by, or `None` for a checkpoint on disk.
         batch_invariant: a sequence's bits must not depend on what else is decoded.
+        counts_tokens: it must say how many tokens each request has, by `a3po_server.py`.
         options: further options of the command.
         shape: numbers of the model's configuration, by name, by which it is told from others.
     """
@@ -47,6 +49,7 @@ class ServerRequirements:
     max_loras: int = 0
     transfer: str | None = None
     batch_invariant: bool = False
+    counts_tokens: bool = False
     options: dict[str, str] = field(default_factory=dict)
     shape: Mapping[str, Any] = field(default_factory=dict)
 
@@ -95,6 +98,8 @@ def server_arguments(requirements: ServerRequirements) -> list[str]:
             "--max-lora-rank": str(requirements.max_lora_rank),
             "--max-loras": str(requirements.max_loras),
         }
+    if requirements.counts_tokens:
+        options["--middleware"] = f"{EXTENSION.stem}.TokenCounts"
     if requirements.transfer:
         options["--weight-transfer-config"] = json.dumps({"backend": requirements.transfer})
     return [requirements.model, *(word for option in options.items() for word in option if word)]
@@ -104,7 +109,8 @@ def server_environment(requirements: ServerRequirements) -> dict[str, str]:
     """Environment variables that the run needs the server to have."""
     adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if requirements.max_lora_rank else {}
     invariant = {"VLLM_BATCH_INVARIANT": "1"} if requirements.batch_invariant else {}
-    return {"VLLM_SERVER_DEV_MODE": "1", **adapters, **invariant}
+    extension = {"PYTHONPATH": str(EXTENSION.parent)} if requirements.counts_tokens else {}
+    return {"VLLM_SERVER_DEV_MODE": "1", **extension, **adapters, **invariant}
 
 
 def _version(info: ServerInfo) -> list[str]:
@@ -158,6 +164,12 @@ def _settings(info: ServerInfo, requirements: ServerRequirements) -> list[str]:
         )
     if requirements.max_lora_rank:
         return missing + _adapters(info, requirements)
+    if requirements.counts_tokens and not info.counts_tokens:
+        missing.append(
+            "it does not say how many tokens each request has, which kv_on_publish='keep' needs: the extension "
+            f"{EXTENSION.name} does, which PYTHONPATH has to reach on the server's machine; or set "
+            "kv_on_publish='recompute'"
+        )
     if info.max_loras:
         missing.append(
             "it was started with --enable-lora, which renames its weights so that whole ones cannot be loaded: one "

@@ -4,7 +4,6 @@ Guarantees: token ids are vLLM's own, nothing is tokenised again; an answer that
 an `AnswerFault`. Imports neither torch nor vLLM, for the process that reads them.
 """
 
-from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -41,7 +40,6 @@ class _Answer(msgspec.Struct, gc=False):
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last of brackets within brackets
 _answer = msgspec.json.Decoder(_Answer)
-_answers = msgspec.json.Decoder(list[_Answer])
 
 
 def parse_answer(data: bytes, count: int) -> list[TokenChunk]:
@@ -52,21 +50,6 @@ def parse_answer(data: bytes, count: int) -> list[TokenChunk]:
     if any(chunk.finish is None for chunk in chunks):
         raise AnswerFault("An answer holds a completion that is not finished.")
     return chunks
-
-
-def parse_events(events: Sequence[bytes], count: int) -> tuple[list[TokenChunk], AnswerFault | None]:
-    """The tokens of a stream's events up to the first event that cannot be read, and what is wrong with that event."""
-    try:
-        answers: Iterable[_Answer] = _answers.decode(b"[%b]" % b",".join(events))
-    except UNREADABLE:
-        answers = (_decoded(event) for event in events)
-    chunks: list[TokenChunk] = []
-    try:
-        for answer in answers:
-            chunks += _chunks(answer, count)
-    except AnswerFault as fault:
-        return chunks, fault
-    return chunks, None
 
 
 def _decoded(answer: bytes) -> _Answer:

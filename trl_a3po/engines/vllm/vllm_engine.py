@@ -127,6 +127,7 @@ class VLLMEngine:
             # An adapter goes by disk.
             transfer=self._transfer if spec.peft_config is None and self._transfer == "nccl" else None,
             deterministic=self._deterministic,
+            counts_tokens=self._keeps and spec.peft_config is None,
         )
         self._folder.make()
         try:
@@ -197,7 +198,6 @@ class VLLMEngine:
                     fault = error
                     _handle_score_fault(pool, member, error)
                 else:
-                    pool.count_scored(member, len(completion_ids))
                     return logps, served_weights.version
             time.sleep(0.1)
         raise EngineError(
@@ -258,7 +258,6 @@ class VLLMEngine:
         pool = ServerPool(
             servers,
             sampling,
-            streams=self._keeps and spec.peft_config is None,
             request_timeout=self._request_timeout,
             seeds=self._deterministic,
         )
