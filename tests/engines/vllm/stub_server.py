@@ -153,6 +153,10 @@ class StubServer:
             return 200, "Success"
         if path == "/v1/unload_lora_adapter":
             return (200, "Success") if self.adapters.pop(body["lora_name"], None) is not None else (404, "not found")
+        if path == "/init_weight_transfer_engine":
+            return (200, {}) if "init_info" in body else (400, "Missing 'init_info' in request body")
+        if path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
+            return 200, {}
         return 404, "not found"
 
     def weight_of(self, model: str) -> float | None:
