@@ -50,11 +50,11 @@ def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> list[int]:
     Raises:
         ValueError: the row's prompt is not a valid prompt, or does not fit the model.
     """
-    prompt = row.get("prompt", NO_PROMPT) if trainer.environment_factories else row["prompt"]
-    check_prompt({**row, "prompt": prompt}, trainer.processing_class)
+    given = {"prompt": NO_PROMPT, **row} if trainer.environment_factories else row
+    check_prompt(given, trainer.processing_class)
     if trainer.environment_factories:
         trainer._batch_environments = [_environment(trainer, row)]
-    prompt_ids, _, _ = trainer._tokenize_prompts([prompt])
+    prompt_ids, _, _ = trainer._tokenize_prompts([given["prompt"]])
     token_ids = list(prompt_ids[0])
     check_prompt_ids(token_ids, row, trainer.args, trainer.model.config.get_text_config())
     return token_ids
