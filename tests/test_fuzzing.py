@@ -22,10 +22,10 @@ from trl_a3po.checkpoints.choose_checkpoint import choose_checkpoint
 from trl_a3po.checkpoints.queue_codec import encode_state
 from trl_a3po.checkpoints.saved_run import read_run, read_slices
 from trl_a3po.cli import train as command
-from trl_a3po.engines.vllm.completions import parse_prompt_score, parse_score
 from trl_a3po.engines.vllm.framing import dechunked, lines_of
-from trl_a3po.engines.vllm.http import AnswerFault, Call, HttpFault
-from trl_a3po.engines.vllm.token_chunks import parse_answer, parse_events
+from trl_a3po.engines.vllm.servers.completions import parse_prompt_score, parse_score
+from trl_a3po.engines.vllm.servers.http import AnswerFault, Call, HttpFault
+from trl_a3po.engines.vllm.servers.token_chunks import parse_answer, parse_events
 from trl_a3po.protocol.records import Score
 from trl_a3po.report.history import by_staleness, read_history
 from trl_a3po.report.timeline import read_timeline

@@ -94,7 +94,7 @@ class Parts:
     def __init__(self, monkeypatch):
         self.made: list = []
         for module, names in (
-            (build_engine, ("TransformersEngine", "VLLMEngine", "VLLMWorkerEngine", "SeveralEngines")),
+            (build_engine, ("TransformersEngine", "VLLMServers", "VLLMEngine", "SeveralEngines")),
             (build_queue, ("GenerationQueue", "GroupFilter")),
             (build_scorer, ("RewardScorer", "RewardWorkers")),
             (build_episodes, ("Calls", "ChatTemplates", "EpisodeRunner", "ToolRollout")),

@@ -97,12 +97,12 @@ def offline(arguments) -> None:
 
 
 def worker(arguments) -> None:
-    from trl_a3po.engines.vllm.process.vllm_worker_engine import VLLMWorkerEngine
+    from trl_a3po.engines.vllm.process.vllm_engine import VLLMEngine
     from trl_a3po.protocol.engine import GroupRequest, SamplingSettings
 
     device = "cpu" if arguments.cpu else "cuda:0"
     models = [random_model(arguments, seed).to(device) for seed in range(2)]
-    engine = VLLMWorkerEngine(
+    engine = VLLMEngine(
         slots=max(arguments.counts),
         python=arguments.vllm_python,
         device=device,

@@ -190,8 +190,8 @@ def train_grpo(arguments, one_gpu: bool) -> dict[str, float]:
 @contextmanager
 def serving(arguments, folder: Path, context: int) -> Iterator[str]:
     """The URL of a server on the second GPU, to which GRPOTrainer can send weights."""
-    from trl_a3po.engines.vllm.server_process import ServerProcess
-    from trl_a3po.engines.vllm.startup import ServerRequirements
+    from trl_a3po.engines.vllm.servers.server_process import ServerProcess
+    from trl_a3po.engines.vllm.servers.startup import ServerRequirements
 
     requirements = ServerRequirements(
         str(folder),

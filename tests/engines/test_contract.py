@@ -22,8 +22,8 @@ from tests.tiny import VOCAB, tiny_config
 from tests.workers.processes import TIMEOUT, until
 from trl_a3po.engines.several import SeveralEngines
 from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
-from trl_a3po.engines.vllm.process.vllm_worker_engine import VLLMWorkerEngine
-from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
+from trl_a3po.engines.vllm.process.vllm_engine import VLLMEngine
+from trl_a3po.engines.vllm.servers.vllm_servers import VLLMServers
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished, GroupRequest, SamplingSettings
 from trl_a3po.protocol.weights import WeightUpdate
@@ -86,7 +86,7 @@ class OnAStubServer:
 
     def make(self):
         urls = [server.url for server in self._servers]
-        return VLLMEngine(urls, folder=self._folder, poll=0.05, start_timeout=TIMEOUT, outage_timeout=TIMEOUT)
+        return VLLMServers(urls, folder=self._folder, poll=0.05, start_timeout=TIMEOUT, outage_timeout=TIMEOUT)
 
     def start(self, engine, complete=True):
         update = stubbed.update(False, 0, complete=True)
@@ -123,8 +123,8 @@ def stub_engine() -> StubEngine:
     return StubEngine(scripted_completion(VOCAB, SAMPLING.max_new_tokens))
 
 
-def vllm_engine(python: str) -> VLLMWorkerEngine:
-    return VLLMWorkerEngine(slots=4, python=python, threads=1, start_timeout=START_TIMEOUT)
+def vllm_engine(python: str) -> VLLMEngine:
+    return VLLMEngine(slots=4, python=python, threads=1, start_timeout=START_TIMEOUT)
 
 
 CASES = ["stub", "transformers", "several", "vllm servers", "vllm", pytest.param("real vllm", marks=pytest.mark.vllm)]

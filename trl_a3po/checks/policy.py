@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.transformers.architecture import check_architecture
 from trl_a3po.engines.transformers.sampling import check_sampling
-from trl_a3po.engines.vllm.completions import logprobs_modes
+from trl_a3po.engines.vllm.servers.completions import logprobs_modes
 from trl_a3po.models.eval_mode import eval_mode
 from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.publish.adapter_or_merged import check_published

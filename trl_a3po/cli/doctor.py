@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from trl_a3po.cli.train import SettingsError, build_trainer, parse_command
-from trl_a3po.engines.vllm.http import HttpFault
-from trl_a3po.engines.vllm.server import Server
+from trl_a3po.engines.vllm.servers.http import HttpFault
+from trl_a3po.engines.vllm.servers.server import Server
 from trl_a3po.errors import A3POError
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Rollout
 from trl_a3po.report.environment import environment

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from trl_a3po.engines.vllm.http import server_url
+from trl_a3po.engines.vllm.servers.http import server_url
 
 if TYPE_CHECKING:
     from trl_a3po.config.a3po_config import A3POConfig

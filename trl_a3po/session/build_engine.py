@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.several import SeveralEngines
 from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
-from trl_a3po.engines.vllm.process.vllm_worker_engine import VLLMWorkerEngine
-from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
+from trl_a3po.engines.vllm.process.vllm_engine import VLLMEngine
+from trl_a3po.engines.vllm.servers.vllm_servers import VLLMServers
 from trl_a3po.protocol.engine import Engine
 from trl_a3po.session.cores import engine_threads
 
@@ -94,7 +94,7 @@ def _transformers_engine(args: A3POConfig, on: torch.device, device: torch.devic
 
 def _vllm_engine(args: A3POConfig, on: torch.device, device: torch.device, slots: int) -> Engine:
     here = sys.executable if importlib.util.find_spec("vllm") else None
-    return VLLMWorkerEngine(
+    return VLLMEngine(
         slots=slots,
         python=args.vllm_python or here,
         kv_on_publish=args.kv_on_publish,
@@ -111,7 +111,7 @@ def _vllm_engine(args: A3POConfig, on: torch.device, device: torch.device, slots
 
 
 def _vllm_servers(args: A3POConfig, device: torch.device) -> Engine:
-    return VLLMEngine(
+    return VLLMServers(
         args.vllm_server_urls or (),
         folder=Path(args.vllm_weights_dir or Path(args.output_dir) / "vllm"),
         kv_on_publish=args.kv_on_publish,

@@ -9,8 +9,8 @@ import torch
 
 from tests.distributed.launch import free_port
 from tests.engines.vllm import real_vllm
-from trl_a3po.engines.vllm.server_process import ServerProcess
-from trl_a3po.engines.vllm.startup import ServerRequirements
+from trl_a3po.engines.vllm.servers.server_process import ServerProcess
+from trl_a3po.engines.vllm.servers.startup import ServerRequirements
 
 START_TIMEOUT = 300.0
 

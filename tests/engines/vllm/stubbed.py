@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engines.vllm.stub_server import StubServer, logp_of
 from tests.tiny import tiny_config
-from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
+from trl_a3po.engines.vllm.servers.vllm_servers import VLLMServers
 from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettings
 from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.collect import policy_spec
@@ -47,7 +47,7 @@ def update(lora: bool, version: int, *, complete: bool = False, weight: float | 
     return WeightUpdate(version, named, complete)
 
 
-def started(servers: list[StubServer], folder, **changes) -> VLLMEngine:
+def started(servers: list[StubServer], folder, **changes) -> VLLMServers:
     """An engine on stub servers, at version 0."""
     lora = servers[0].lora
     settings = {
@@ -58,7 +58,7 @@ def started(servers: list[StubServer], folder, **changes) -> VLLMEngine:
         "outage_timeout": 2.0,
     }
     sampling = changes.pop("sampling", SAMPLING)
-    engine = VLLMEngine([server.url for server in servers], folder=folder, **{**settings, **changes})
+    engine = VLLMServers([server.url for server in servers], folder=folder, **{**settings, **changes})
     engine.start(policy_spec(policy(lora), torch.float32), sampling, update(lora, 0, complete=True))
     return engine
 
@@ -67,7 +67,7 @@ def requests(count: int, rollouts: int = 4, first: int = 0) -> list[GroupRequest
     return [GroupRequest(first + i, first + i, (5 + i, 6, 7), rollouts) for i in range(count)]
 
 
-def finished(engine: VLLMEngine, count: int, timeout: float = TIMEOUT) -> dict[int, GroupFinished]:
+def finished(engine: VLLMServers, count: int, timeout: float = TIMEOUT) -> dict[int, GroupFinished]:
     """`count` groups, each once, all finished, every token's log-prob that of its stamped version."""
     events, deadline = {}, time.monotonic() + timeout
     while len(events) < count:

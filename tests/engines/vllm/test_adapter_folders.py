@@ -8,9 +8,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config
-from trl_a3po.engines.vllm.adapter_folders import AdapterFolders
 from trl_a3po.engines.vllm.adapter_support import adapter_obstacle
-from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
+from trl_a3po.engines.vllm.servers.adapter_folders import AdapterFolders
+from trl_a3po.engines.vllm.servers.checkpoint_folder import CheckpointFolder
 from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.collect import collect_weights, policy_spec
 

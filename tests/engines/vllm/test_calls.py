@@ -6,8 +6,8 @@ import pytest
 
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import SAMPLING, finished, requests, started, until, update
-from trl_a3po.engines.vllm.calls import CallRequest, Calls, Ended
-from trl_a3po.engines.vllm.completions import completion_body
+from trl_a3po.engines.vllm.servers.calls import CallRequest, Calls, Ended
+from trl_a3po.engines.vllm.servers.completions import completion_body
 from trl_a3po.errors import EngineError
 
 BODY = completion_body(SAMPLING, "base", "", [5], count=1, done=0)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until, update
-from trl_a3po.engines.vllm import rollout_jobs
+from trl_a3po.engines.vllm.servers import rollout_jobs
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import GroupFailed
 

@@ -4,12 +4,12 @@ import multiprocessing
 import subprocess
 import sys
 
-from trl_a3po.engines.vllm.folders import EngineFolder
+from trl_a3po.engines.vllm.servers.folders import EngineFolder
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from trl_a3po.engines.vllm.folders import EngineFolder
+from trl_a3po.engines.vllm.servers.folders import EngineFolder
 
 folder = EngineFolder(Path(sys.argv[1]))
 folder.make()

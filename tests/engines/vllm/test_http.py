@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from trl_a3po.engines.vllm.http import AnswerFault
-from trl_a3po.engines.vllm.token_chunks import parse_answer
+from trl_a3po.engines.vllm.servers.http import AnswerFault
+from trl_a3po.engines.vllm.servers.token_chunks import parse_answer
 
 
 def answer(token: int, logp: float = -1.0, index: int = 0, **changes) -> bytes:

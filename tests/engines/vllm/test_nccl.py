@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.engines.vllm.stub_server import StubServer
-from trl_a3po.engines.vllm.nccl import NcclTransfer, buckets
-from trl_a3po.engines.vllm.pool import ServerPool
-from trl_a3po.engines.vllm.server import Server
+from trl_a3po.engines.vllm.servers.nccl import NcclTransfer, buckets
+from trl_a3po.engines.vllm.servers.pool import ServerPool
+from trl_a3po.engines.vllm.servers.server import Server
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.weights import WeightUpdate

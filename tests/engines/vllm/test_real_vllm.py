@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.engines.vllm.real_runs import STALENESS, TEMPERATURE, CheckingTrainer, trainer_of
 from tests.workers.processes import until
-from trl_a3po.engines.vllm.completions import completion_body
-from trl_a3po.engines.vllm.http import Call
 from trl_a3po.engines.vllm.noise import noise_seed
-from trl_a3po.engines.vllm.publishing import AdapterPublishing
-from trl_a3po.engines.vllm.server import Server
-from trl_a3po.engines.vllm.token_chunks import parse_answer
-from trl_a3po.engines.vllm.vllm_engine import VLLMEngine
+from trl_a3po.engines.vllm.servers.completions import completion_body
+from trl_a3po.engines.vllm.servers.http import Call
+from trl_a3po.engines.vllm.servers.publishing import AdapterPublishing
+from trl_a3po.engines.vllm.servers.server import Server
+from trl_a3po.engines.vllm.servers.token_chunks import parse_answer
+from trl_a3po.engines.vllm.servers.vllm_servers import VLLMServers
 from trl_a3po.errors import DeliveryError
 from trl_a3po.protocol.engine import GroupRequest, SamplingSettings
 from trl_a3po.publish.collect import collect_weights, policy_sources, policy_spec
@@ -134,7 +134,7 @@ def test_a_publish_in_the_middle_of_rollouts_divides_them_at_the_token(
     length = 400 if what == "whole" else 120  # whole weights take seconds to write, which must not be the last ones
     sampling = SamplingSettings(length, temperature=TEMPERATURE)
     prompt_ids = tuple(range(300, 310))
-    engine = VLLMEngine([url], folder=tmp_path, kv_on_publish=kv_on_publish, kept_versions=4)
+    engine = VLLMServers([url], folder=tmp_path, kv_on_publish=kv_on_publish, kept_versions=4)
     states = {0: {name: tensor.clone() for name, tensor in model.state_dict().items()}}
     try:
         engine.start(policy_spec(model, torch.float32), sampling, collect_weights(model, 0, complete=True))
@@ -165,7 +165,7 @@ def test_a_publish_in_the_middle_of_rollouts_divides_them_at_the_token(
 
 def delivery_check(model, url, tmp_path, *, temperature=TEMPERATURE) -> None:
     """The check at start, of an engine at `TEMPERATURE`, by a trainer at `temperature`."""
-    engine = VLLMEngine([url], folder=tmp_path, kept_versions=4)
+    engine = VLLMServers([url], folder=tmp_path, kept_versions=4)
     known = ProbeTokens.of_prompts([list(range(100, 110)), list(range(200, 210))], 8)
     try:
         sampling = SamplingSettings(8, temperature=TEMPERATURE, stop_token_ids=(2,))

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from trl_a3po.engines.vllm import guard
-from trl_a3po.engines.vllm.http import Call, ConnectionFault, TimeoutFault
-from trl_a3po.engines.vllm.server_process import ServerProcess
-from trl_a3po.engines.vllm.startup import ServerRequirements
+from trl_a3po.engines.vllm.servers import guard
+from trl_a3po.engines.vllm.servers.http import Call, ConnectionFault, TimeoutFault
+from trl_a3po.engines.vllm.servers.server_process import ServerProcess
+from trl_a3po.engines.vllm.servers.startup import ServerRequirements
 
 SERVER = """
 import http.server, os, socket, sys

@@ -13,7 +13,7 @@ from tests.engines.vllm.conftest import START_TIMEOUT, serving
 from tests.engines.vllm.real_runs import CheckingTrainer, KeepVersions, trainer_of
 from tests.runs import logged
 from tests.workers.processes import until
-from trl_a3po.engines.vllm.server_process import ServerProcess
+from trl_a3po.engines.vllm.servers.server_process import ServerProcess
 from trl_a3po.errors import EngineError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import started
-from trl_a3po.engines.vllm.completions import logprobs_modes
+from trl_a3po.engines.vllm.servers.completions import logprobs_modes
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import SamplingSettings
 

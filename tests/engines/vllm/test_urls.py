@@ -8,9 +8,9 @@ import pytest
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until
 from tests.tiny import tiny_config
-from trl_a3po.engines.vllm import rollout_jobs
-from trl_a3po.engines.vllm.http import server_url
-from trl_a3po.engines.vllm.startup import served_config
+from trl_a3po.engines.vllm.servers import rollout_jobs
+from trl_a3po.engines.vllm.servers.http import server_url
+from trl_a3po.engines.vllm.servers.startup import served_config
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import GroupFailed
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from trl_a3po.engines.vllm import weight_route
-from trl_a3po.engines.vllm.nccl import NcclTransfer
-from trl_a3po.engines.vllm.server import ServerInfo
-from trl_a3po.engines.vllm.weight_route import weight_transfer
+from trl_a3po.engines.vllm.servers import weight_route
+from trl_a3po.engines.vllm.servers.nccl import NcclTransfer
+from trl_a3po.engines.vllm.servers.server import ServerInfo
+from trl_a3po.engines.vllm.servers.weight_route import weight_transfer
 
 CPU, FIRST = torch.device("cpu"), torch.device("cuda:0")
 HERE = "http://localhost:8000"

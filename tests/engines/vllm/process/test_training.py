@@ -15,7 +15,7 @@ from tests.engines.vllm.stubbed import stub_vllm_on_path
 from tests.runs import build, logged
 from tests.tiny import save_tiny_model
 from tests.workers.processes import is_gone, until
-from trl_a3po.engines.vllm.process.vllm_worker_engine import VLLMWorkerEngine
+from trl_a3po.engines.vllm.process.vllm_engine import VLLMEngine
 from trl_a3po.errors import EngineError
 from trl_a3po.publish.collect import policy_spec
 
@@ -32,7 +32,7 @@ def test_trls_colocated_vllm_trains_and_passes_the_delivery_check(tmp_path):
 
 def test_an_interpreter_without_vllm_is_reported_with_the_ways_out():
     model = stubbed.policy(lora=False)
-    engine = VLLMWorkerEngine(slots=1, python=None)
+    engine = VLLMEngine(slots=1, python=None)
     with pytest.raises(EngineError, match="set vllm_python"):
         engine.start(policy_spec(model, torch.float32), stubbed.SAMPLING, stubbed.update(False, 0, complete=True))
     engine.close()
@@ -43,7 +43,7 @@ def test_a_version_of_vllm_that_cannot_be_driven_is_named(tmp_path, monkeypatch)
     (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '0.21.3'")
     monkeypatch.syspath_prepend(tmp_path)
     model = stubbed.policy(lora=False)
-    engine = VLLMWorkerEngine(slots=1, python=sys.executable)
+    engine = VLLMEngine(slots=1, python=sys.executable)
     with pytest.raises(EngineError, match=r"vLLM 0\.22 to 0\.31 .* this one is 0\.21\.3"):
         engine.start(policy_spec(model, torch.float32), stubbed.SAMPLING, stubbed.update(False, 0, complete=True))
 
@@ -64,7 +64,7 @@ def test_a_real_vllm_stamps_every_token_with_its_version_and_is_started_again(tm
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
                 engine = trainer._session.engine
-                assert isinstance(engine, VLLMWorkerEngine)
+                assert isinstance(engine, VLLMEngine)
                 killed.append(engine.worker_pid)
                 os.kill(killed[0], signal.SIGKILL)
 

@@ -12,7 +12,7 @@ from tests.engines.vllm.real_vllm import vllm_python
 from tests.engines.vllm.stubbed import stub_vllm_on_path
 from tests.tiny import tiny_config
 from tests.workers.processes import until
-from trl_a3po.engines.vllm.process.vllm_worker_engine import VLLMWorkerEngine
+from trl_a3po.engines.vllm.process.vllm_engine import VLLMEngine
 from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettings
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.testing import completion_logps
@@ -33,7 +33,7 @@ def policy(lora: bool) -> torch.nn.Module:
 def check_a_publish_in_the_middle(model, sampling, **engine_settings) -> None:
     states = {0: {name: tensor.clone() for name, tensor in model.state_dict().items()}}
     requests = [GroupRequest(number, number, (5 + number, 6, 7), 2) for number in range(3)]
-    engine = VLLMWorkerEngine(slots=5, threads=1, start_timeout=START_TIMEOUT, **engine_settings)
+    engine = VLLMEngine(slots=5, threads=1, start_timeout=START_TIMEOUT, **engine_settings)
     try:
         engine.start(policy_spec(model, torch.float32), sampling, collect_weights(model, 0, complete=True))
         engine.submit(requests)
@@ -75,7 +75,7 @@ def test_with_a_real_vllm(lora):
 def test_a_kept_cache_of_a_real_vllm_is_that_of_the_segments_before():
     """Tokens before the publish are those of the old weights; rollouts that begin after it, of the new ones."""
     model = policy(lora=False)
-    engine = VLLMWorkerEngine(slots=4, threads=1, start_timeout=START_TIMEOUT, python=vllm_python())
+    engine = VLLMEngine(slots=4, threads=1, start_timeout=START_TIMEOUT, python=vllm_python())
     old = policy(lora=False)
     try:
         engine.start(policy_spec(model, torch.float32), SETTINGS, collect_weights(model, 0, complete=True))

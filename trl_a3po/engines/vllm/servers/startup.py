@@ -15,10 +15,10 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from packaging.version import InvalidVersion, Version
 
-from trl_a3po.engines.vllm.server import ServerInfo
+from trl_a3po.engines.vllm.servers.server import ServerInfo
 from trl_a3po.errors import EngineError
 
-EXTENSION = Path(__file__).parent / "server_extension" / "a3po_server.py"
+EXTENSION = Path(__file__).parent / "extension" / "a3po_server.py"
 OLDEST, NEWEST = "0.22", "0.31"
 
 

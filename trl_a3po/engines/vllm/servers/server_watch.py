@@ -12,10 +12,10 @@ import time
 import traceback
 from collections.abc import Callable
 
-from trl_a3po.engines.vllm.http import HttpFault, TimeoutFault
-from trl_a3po.engines.vllm.pool import ServerPool
-from trl_a3po.engines.vllm.pooled_server import PooledServer
-from trl_a3po.engines.vllm.server import Server, ServerInfo
+from trl_a3po.engines.vllm.servers.http import HttpFault, TimeoutFault
+from trl_a3po.engines.vllm.servers.pool import ServerPool
+from trl_a3po.engines.vllm.servers.pooled_server import PooledServer
+from trl_a3po.engines.vllm.servers.server import Server, ServerInfo
 from trl_a3po.errors import EngineError
 
 logger = logging.getLogger(__name__)

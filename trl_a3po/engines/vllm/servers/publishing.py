@@ -16,12 +16,12 @@ What happens to rollouts in flight (`keeps`):
 
 from functools import partial
 
-from trl_a3po.engines.vllm.adapter_folders import PREFIX, AdapterFolders
-from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
-from trl_a3po.engines.vllm.every_server import on_every_server
-from trl_a3po.engines.vllm.nccl import NcclTransfer
-from trl_a3po.engines.vllm.pool import ServerPool
-from trl_a3po.engines.vllm.pooled_server import PooledServer, ServedWeights
+from trl_a3po.engines.vllm.servers.adapter_folders import PREFIX, AdapterFolders
+from trl_a3po.engines.vllm.servers.checkpoint_folder import CheckpointFolder
+from trl_a3po.engines.vllm.servers.every_server import on_every_server
+from trl_a3po.engines.vllm.servers.nccl import NcclTransfer
+from trl_a3po.engines.vllm.servers.pool import ServerPool
+from trl_a3po.engines.vllm.servers.pooled_server import PooledServer, ServedWeights
 from trl_a3po.protocol.weights import WeightUpdate
 
 _SHARED_FOLDER = "It reads them from {folder}, which must be a folder it can see: set vllm_weights_dir."

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from trl_a3po.engines.vllm import guard
-from trl_a3po.engines.vllm.http import HttpFault
-from trl_a3po.engines.vllm.server import Server
-from trl_a3po.engines.vllm.startup import ServerRequirements, server_arguments, server_environment
+from trl_a3po.engines.vllm.servers import guard
+from trl_a3po.engines.vllm.servers.http import HttpFault
+from trl_a3po.engines.vllm.servers.server import Server
+from trl_a3po.engines.vllm.servers.startup import ServerRequirements, server_arguments, server_environment
 from trl_a3po.errors import EngineError
 from trl_a3po.workers.process import worker_environment
 

@@ -26,14 +26,14 @@ import traceback
 import uuid
 from collections.abc import Iterable, Sequence
 
-from trl_a3po.engines.vllm.calls import CallRequest, Calls, Ended
-from trl_a3po.engines.vllm.completions import completion_body
-from trl_a3po.engines.vllm.http import AnswerFault, ConnectionFault, HttpFault, StatusFault, TimeoutFault
 from trl_a3po.engines.vllm.noise import noise_seed
-from trl_a3po.engines.vllm.pooled_server import InFlightCall, PooledServer, ServedWeights
-from trl_a3po.engines.vllm.rollout_jobs import Job, JobQueue, PartialGroup
-from trl_a3po.engines.vllm.server import Server, ServerInfo
-from trl_a3po.engines.vllm.token_chunks import TokenChunk
+from trl_a3po.engines.vllm.servers.calls import CallRequest, Calls, Ended
+from trl_a3po.engines.vllm.servers.completions import completion_body
+from trl_a3po.engines.vllm.servers.http import AnswerFault, ConnectionFault, HttpFault, StatusFault, TimeoutFault
+from trl_a3po.engines.vllm.servers.pooled_server import InFlightCall, PooledServer, ServedWeights
+from trl_a3po.engines.vllm.servers.rollout_jobs import Job, JobQueue, PartialGroup
+from trl_a3po.engines.vllm.servers.server import Server, ServerInfo
+from trl_a3po.engines.vllm.servers.token_chunks import TokenChunk
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import EngineEvent, GroupFailed, GroupRequest, SamplingSettings
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trl_a3po.engines.vllm.http import AnswerFault, decode_json
+from trl_a3po.engines.vllm.servers.http import AnswerFault, decode_json
 from trl_a3po.protocol.engine import SamplingSettings
 
 SCORES_PER_CALL = 64  # vLLM takes at most 128 `logprob_token_ids`

@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from trl_a3po.engines.vllm.http import Call, HttpFault
-from trl_a3po.engines.vllm.server import Server
-from trl_a3po.engines.vllm.token_chunks import TokenChunk, parse_answer
+from trl_a3po.engines.vllm.servers.http import Call, HttpFault
+from trl_a3po.engines.vllm.servers.server import Server
+from trl_a3po.engines.vllm.servers.token_chunks import TokenChunk, parse_answer
 
 _END_TIMEOUT = 2.0  # seconds for the threads to end, all together
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trl_a3po.engines.vllm.http import AnswerFault, Call, StatusFault, fetch_json, server_url
+from trl_a3po.engines.vllm.servers.http import AnswerFault, Call, StatusFault, fetch_json, server_url
 
 COUNTS = "/a3po/token_counts"
 CONTROL_TIMEOUT = 30.0  # seconds for what takes a server no time

@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 
-from trl_a3po.engines.vllm.nccl import NcclTransfer
-from trl_a3po.engines.vllm.server import ServerInfo
+from trl_a3po.engines.vllm.servers.nccl import NcclTransfer
+from trl_a3po.engines.vllm.servers.server import ServerInfo
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`VLLMWorkerEngine`: samples with vLLM in a worker process of ours, without a server.
+"""`VLLMEngine`: samples with vLLM in a worker process of ours, without a server.
 
 Guarantees, beside those of `worker_engine.py`: a publish happens between two steps of vLLM, and every sequence goes on
 under the new weights from its next token; on a GPU, weights never leave the device's memory or go straight to it.
@@ -29,7 +29,7 @@ NO_VLLM = (
 )
 
 
-class VLLMWorkerEngine(WorkerEngine):
+class VLLMEngine(WorkerEngine):
     """An `Engine` whose worker steps vLLM's engine core.
 
     Args:

@@ -1,4 +1,4 @@
-"""`VLLMEngine`: samples on vLLM servers that are running already.
+"""`VLLMServers`: samples on vLLM servers that are running already.
 
 Guarantees, beside those of `protocol/engine.py`: a policy with an adapter is published as the adapter alone, and one
 without as whole weights; servers that were not started here are left as they were found, except for their weights.
@@ -23,21 +23,21 @@ import torch
 
 from trl_a3po.engines.scorer_choice import ScorerChoice, Text
 from trl_a3po.engines.usage import NOT_STARTED, check_start, check_version_order
-from trl_a3po.engines.vllm.adapter_folders import AdapterFolders
 from trl_a3po.engines.vllm.adapter_support import adapter_obstacle
-from trl_a3po.engines.vllm.checkpoint_folder import CheckpointFolder
-from trl_a3po.engines.vllm.folders import EngineFolder
-from trl_a3po.engines.vllm.http import ConnectionFault, HttpFault, StatusFault
-from trl_a3po.engines.vllm.nccl import NcclTransfer
-from trl_a3po.engines.vllm.opening import await_servers, server_requirements
-from trl_a3po.engines.vllm.pool import ServerPool
-from trl_a3po.engines.vllm.pooled_server import PooledServer, ServedWeights
-from trl_a3po.engines.vllm.publishing import AdapterPublishing, WeightsPublishing
-from trl_a3po.engines.vllm.scoring import score
-from trl_a3po.engines.vllm.server import Server, ServerInfo
-from trl_a3po.engines.vllm.server_watch import ServerWatch
-from trl_a3po.engines.vllm.startup import check_server
-from trl_a3po.engines.vllm.weight_route import Setting, weight_transfer
+from trl_a3po.engines.vllm.servers.adapter_folders import AdapterFolders
+from trl_a3po.engines.vllm.servers.checkpoint_folder import CheckpointFolder
+from trl_a3po.engines.vllm.servers.folders import EngineFolder
+from trl_a3po.engines.vllm.servers.http import ConnectionFault, HttpFault, StatusFault
+from trl_a3po.engines.vllm.servers.nccl import NcclTransfer
+from trl_a3po.engines.vllm.servers.opening import await_servers, server_requirements
+from trl_a3po.engines.vllm.servers.pool import ServerPool
+from trl_a3po.engines.vllm.servers.pooled_server import PooledServer, ServedWeights
+from trl_a3po.engines.vllm.servers.publishing import AdapterPublishing, WeightsPublishing
+from trl_a3po.engines.vllm.servers.scoring import score
+from trl_a3po.engines.vllm.servers.server import Server, ServerInfo
+from trl_a3po.engines.vllm.servers.server_watch import ServerWatch
+from trl_a3po.engines.vllm.servers.startup import check_server
+from trl_a3po.engines.vllm.servers.weight_route import Setting, weight_transfer
 from trl_a3po.errors import EngineError
 from trl_a3po.models.replica import check_names
 from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupRequest, SamplingSettings
@@ -53,7 +53,7 @@ class _Serving(NamedTuple):
     publishing: AdapterPublishing | WeightsPublishing
 
 
-class VLLMEngine:
+class VLLMServers:
     """An `Engine` on vLLM servers.
 
     Args:

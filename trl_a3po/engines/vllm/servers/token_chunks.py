@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from trl_a3po.engines.vllm.http import AnswerFault, shown_of
+from trl_a3po.engines.vllm.servers.http import AnswerFault, shown_of
 
 Finish = Literal["stop", "length", "abort"]
 

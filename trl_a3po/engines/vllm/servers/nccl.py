@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 import torch
 from packaging.version import Version
 
-from trl_a3po.engines.vllm.http import HttpFault
-from trl_a3po.engines.vllm.pooled_server import PooledServer
-from trl_a3po.engines.vllm.server import LOAD_TIMEOUT
+from trl_a3po.engines.vllm.servers.http import HttpFault
+from trl_a3po.engines.vllm.servers.pooled_server import PooledServer
+from trl_a3po.engines.vllm.servers.server import LOAD_TIMEOUT
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.weights import GatheredTensors, WeightUpdate
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from trl_a3po.engines.vllm.http import HttpFault
-from trl_a3po.engines.vllm.pooled_server import PooledServer
+from trl_a3po.engines.vllm.servers.http import HttpFault
+from trl_a3po.engines.vllm.servers.pooled_server import PooledServer
 
 
 def on_every_server(

@@ -8,10 +8,10 @@ import logging
 import time
 from collections.abc import Sequence
 
-from trl_a3po.engines.vllm.completions import logprobs_modes
-from trl_a3po.engines.vllm.http import AnswerFault, ConnectionFault, HttpFault, StatusFault
-from trl_a3po.engines.vllm.server import Server, ServerInfo
-from trl_a3po.engines.vllm.startup import ServerRequirements
+from trl_a3po.engines.vllm.servers.completions import logprobs_modes
+from trl_a3po.engines.vllm.servers.http import AnswerFault, ConnectionFault, HttpFault, StatusFault
+from trl_a3po.engines.vllm.servers.server import Server, ServerInfo
+from trl_a3po.engines.vllm.servers.startup import ServerRequirements
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.weights import PolicySpec
@@ -32,7 +32,7 @@ def server_requirements(
     deterministic: bool,
     counts_tokens: bool,
 ) -> ServerRequirements:
-    """What the run needs of a server. The arguments are those of `ServerRequirements` and `VLLMEngine`."""
+    """What the run needs of a server. The arguments are those of `ServerRequirements` and `VLLMServers`."""
     config, longest = spec.config.get_text_config(), (max_prompt_tokens or 1) + sampling.max_new_tokens
     model_has = getattr(config, "max_position_embeddings", None)
     if model_has is not None:  # a completion ends where the context ends

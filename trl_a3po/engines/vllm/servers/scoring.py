@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from trl_a3po.engines.vllm.completions import (
+from trl_a3po.engines.vllm.servers.completions import (
     SCORES_PER_CALL,
     parse_prompt_score,
     parse_score,
     prompt_score_body,
     score_body,
 )
-from trl_a3po.engines.vllm.http import AnswerFault
-from trl_a3po.engines.vllm.pooled_server import ServedWeights
-from trl_a3po.engines.vllm.server import Server
+from trl_a3po.engines.vllm.servers.http import AnswerFault
+from trl_a3po.engines.vllm.servers.pooled_server import ServedWeights
+from trl_a3po.engines.vllm.servers.server import Server
 from trl_a3po.protocol.engine import SamplingSettings
 
 

@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trl_a3po.engines.vllm.http import AnswerFault
-from trl_a3po.engines.vllm.token_chunks import TokenChunk
+from trl_a3po.engines.vllm.servers.http import AnswerFault
+from trl_a3po.engines.vllm.servers.token_chunks import TokenChunk
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished, GroupRequest, SamplingSettings
 from trl_a3po.protocol.records import Rollout
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trl_a3po.engines.vllm.rollout_jobs import Job
-from trl_a3po.engines.vllm.server import Server, ServerInfo
+from trl_a3po.engines.vllm.servers.rollout_jobs import Job
+from trl_a3po.engines.vllm.servers.server import Server, ServerInfo
 
 
 @dataclass(frozen=True)
