@@ -10,16 +10,15 @@ trains and the second one generates, with vLLM; the option `:1` lets both share 
 
 `grpo` is GRPOTrainer with a vLLM server (`:1`: colocated). `async_grpo` is TRL's AsyncGRPOTrainer with a server; it
 loads FlashAttention 3 from the Hub, and `torch`'s own kernel takes its place here. `a3po` has the options `recompute`
-(the proximal policy by a forward), `transformers` (the engine), and `generation`, which skips training, so that its
-step is the time that generation and publishing need. The `bound` of an arm `a3po` is that time, or what the arm spends
-on training and publishing if that is more: no schedule can be faster.
+(the proximal policy by a forward) and `transformers` (the engine). Its `bound` is what no schedule can do better: the
+seconds that the engine needs for the tokens of a step at the rate at which it samples, or those of training and
+publishing, if they are more.
 
 `step`, `wait` (for a batch), `publish` and `train` (the rest) are seconds per optimizer step, `tokens/s` are trained
 completion tokens.
 """
 
 import argparse
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,12 +30,12 @@ from vllm_publish import serving, timed
 
 COLUMNS = ("step", "wait", "publish", "publish max", "train", "tokens/s", "length", "trainer idle")
 WARM = 3  # steps that are not measured
-OPTIONS = {"grpo": {"1"}, "async_grpo": set(), "a3po": {"1", "recompute", "transformers", "generation"}}
+OPTIONS = {"grpo": {"1"}, "async_grpo": set(), "a3po": {"1", "recompute", "transformers"}}
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arms = ["a3po", "a3po:generation", "a3po:recompute", "grpo", "async_grpo", "a3po:transformers"]
+    arms = ["a3po", "a3po:recompute", "grpo", "async_grpo", "a3po:transformers"]
     add_arguments(parser, arms=arms, timeout=240.0, json="ragged_lengths.json")
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--lengths", choices=("ragged", "equal"), default="ragged")
@@ -109,12 +108,6 @@ def numbers(steps: list[float], waits: list[float], publishes: list[float], toke
 def train_a3po(arguments, options: set[str]) -> dict[str, float]:
     from trl_a3po import A3POConfig, A3POTrainer
 
-    class GenerationOnly(A3POTrainer):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            self._prepare_inputs(inputs)
-            self._step += 1
-            return torch.zeros((), device=self.accelerator.device)
-
     (tokenizer, model), steps = policy(arguments), []
     engine = "transformers" if "transformers" in options else "vllm"
     args = A3POConfig(
@@ -130,7 +123,7 @@ def train_a3po(arguments, options: set[str]) -> dict[str, float]:
         log_all_metrics=True,
         **({"vllm_python": arguments.vllm_python, "vllm_gpu_memory_utilization": 0.4} if engine == "vllm" else {}),
     )
-    trainer = (GenerationOnly if "generation" in options else A3POTrainer)(
+    trainer = A3POTrainer(
         model,
         first_token_reward,
         args=args,
@@ -142,14 +135,17 @@ def train_a3po(arguments, options: set[str]) -> dict[str, float]:
     def measured() -> dict[str, float]:
         history = [entry for entry in trainer.state.log_history if "a3po/time/wait" in entry]
         lengths = [entry["completions/mean_length"] for entry in history]
-        return numbers(
+        result = numbers(
             steps,
             [entry["a3po/time/wait"] for entry in history],
             [entry["a3po/time/publish"] for entry in history],
             [length * arguments.completions for length in lengths],
-        ) | {
+        )
+        rate = history[-1]["a3po/engine/tokens_per_second"]
+        return result | {
+            "bound": max(result["tokens/s"] * result["step"] / rate, result["train"] + result["publish"]),
             "length": mean(lengths[WARM:]),
-            "engine tokens/s": history[-1]["a3po/engine/tokens_per_second"],
+            "engine tokens/s": rate,
             "engine blocked": mean(entry["a3po/time/blocked"] for entry in history[WARM:]),
             "engine start": trainer.state.log_history[0]["a3po/time/engine_start"],
         }
@@ -262,19 +258,6 @@ def train(arguments) -> None:
     end_arm(arguments, how(arguments, set(options)))
 
 
-def add_bounds(file: Path) -> None:
-    """Add the bound of each arm to the file, and print it, if generation was measured alone."""
-    report = json.loads(file.read_text())
-    alone = report["arms"].get("a3po:generation", {}).get("step")
-    if alone is None:
-        return
-    for arm, result in report["arms"].items():
-        if arm.startswith("a3po") and arm != "a3po:generation" and "train" in result:
-            result["bound"] = max(alone, result["train"] + result["publish"])
-            print(f"{arm}: step {result['step']:.3f}, bound {result['bound']:.3f}", flush=True)
-    file.write_text(json.dumps(report, indent=1))
-
-
 def main():
     arguments = parse_arguments()
     if arguments.arm:
@@ -282,7 +265,6 @@ def main():
     # AsyncGRPOTrainer starts a process that must not find itself in a process group.
     launched = {"processes": lambda arm: 0 if arm == "async_grpo" else 1}
     run_arms(arguments, COLUMNS, folders=arguments.weights_dir, **launched)
-    add_bounds(Path(arguments.json))
 
 
 if __name__ == "__main__":
