@@ -101,6 +101,7 @@ def trainer_of(
             "report_to": "none",
             "save_strategy": "no",
             "logging_steps": 1,
+            "log_all_metrics": True,
             "disable_tqdm": True,
             "gradient_checkpointing": False,
             "model_init_kwargs": {"dtype": "float32"},

@@ -1,7 +1,7 @@
 """`VLLMServers`: samples on vLLM servers that are running already.
 
 Guarantees, beside those of `protocol/engine.py`: a policy with an adapter is published as the adapter alone, and one
-without as whole weights; servers that were not started here are left as they were found, except for their weights.
+without as whole weights; servers are left as they were found, except for their weights.
 
 Where to look:
 
