@@ -243,6 +243,8 @@ BUILT = {
     "no reward": (None, {"reward_funcs": None}, ValueError, "No reward source provided"),
     "weights for other rewards": (
         None, {"reward_weights": [1.0, 2.0]}, ValueError, "Number of reward weights (2) must match"),
+    "a tool that is no function": (None, {"tools": ["search"]}, TypeError, "tools holds 'search', which cannot be"),
+    "one tool": (None, {"tools": print}, TypeError, "is not a list: pass a list of functions"),
     "rollout_func": (
         None, {"rollout_func": print}, ValueError, "Write it as `async def rollout(episode)`, which plays one"),
     "rollout_func beside tools": (

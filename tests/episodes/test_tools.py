@@ -99,11 +99,19 @@ def exits():
     raise SystemExit(1)
 
 
+async def exits_later():
+    raise SystemExit(1)
+
+
+def surrogate():
+    return "a\ud800b"  # as json.loads reads it from a string of the policy
+
+
 async def later():
     return "later"
 
 
-for function in (raises, hangs, hangs_later, megabytes, number, unprintable, exits, later):
+for function in (raises, hangs, hangs_later, megabytes, number, unprintable, surrogate, exits, exits_later, later):
     function.__doc__ = "Does something."  # which a tool needs
 
 
@@ -114,6 +122,7 @@ OUTCOMES = {  # tool -> (what the policy reads, failures, timeouts, end)
     megabytes: (None, 0, 0, "overlong tool result"),
     number: ("42", 0, 0, "done"),
     unprintable: ("{'error': 'no text'}", 1, 0, "done"),
+    surrogate: ("a?b", 0, 0, "done"),
     later: ("later", 0, 0, "done"),
 }
 
@@ -130,10 +139,18 @@ def test_what_a_tool_does_has_a_stated_outcome(running, tool):
     assert episode.end == end
 
 
-def test_a_tool_that_exits_fails_the_attempt_and_not_the_process(running):
-    runner, _, _ = running(one_call("exits"), [exits])
+@pytest.mark.parametrize("tool", [exits, exits_later])
+def test_a_tool_that_exits_fails_the_attempt_and_not_the_process(running, tool):
+    runner, _, _ = running(one_call(tool.__name__), [tool])
     (event,) = played(runner, group(1))
     assert isinstance(event, GroupFailed) and "SystemExit(1)" in event.reason
+
+
+def test_a_call_that_is_nested_too_deep_stays_text(running):
+    nested = f'<tool_call>\n{{"name": "number", "arguments": {"[" * 3000}'
+    runner, _, _ = running(ScriptedEngine(lambda ids, number: said(nested)), [number], max_completion_length=4000)
+    (rollout,) = rollouts_of(runner, group(1))
+    assert rollout.episode.tool_calls == 0 and rollout.episode.messages[-1]["content"] == nested
 
 
 def test_a_hanging_tool_delays_no_other_episode(running):
@@ -224,6 +241,15 @@ def test_an_environment_that_fails_fails_the_attempt_and_is_closed_once(running,
     until(lambda: made.closes == [1] * len(made.made))
     runner.close()
     assert made.closes == [1] * len(made.made) and pool.open == 0
+
+
+def test_a_factory_that_returns_one_instance_twice_fails_the_attempt(running):
+    one = Plain()
+    one.closes = 0
+    runner, _, _ = running(one_call(), factories={None: lambda: one})
+    (event,) = played(runner, group(2))
+    assert isinstance(event, GroupFailed) and "the Plain that another episode uses" in event.reason
+    until(lambda: one.closes == 1)
 
 
 def test_a_factory_that_fails_fails_the_attempt(running):

@@ -27,6 +27,7 @@ def check_arguments(model: Any, reward_funcs: Any, args: A3POConfig, others: dic
         raise TypeError(f"args is a {type(args).__name__}: pass an A3POConfig, which takes every field of GRPOConfig.")
     check_engine(args)  # which may have been set after the configuration was made
     _check_rollout_func(others)
+    _check_tools(others.get("tools"))
     if args.parallelism_config is not None:
         split = args.parallelism_config
         check_parallelism(split.tp_size, split.cp_size, split.sp_size)
@@ -116,6 +117,16 @@ def _check_rollout_func(others: dict[str, Any]) -> None:
                 f"rollout_func and {name} cannot both be set: rollout_func plays whole episodes. Call the tools in "
                 "it, and pass them to episode.sample(..., tools=...)."
             )
+
+
+def _check_tools(tools: Any) -> None:
+    if tools is None:
+        return
+    if not isinstance(tools, list):
+        raise TypeError(f"tools={tools!r} is not a list: pass a list of functions, also if there is only one.")
+    for tool in tools:
+        if not callable(tool):
+            raise TypeError(f"tools holds {tool!r}, which cannot be called: pass functions.")
 
 
 def _check_model_object(model: Any) -> None:

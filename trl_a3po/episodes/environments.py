@@ -124,11 +124,19 @@ class EnvironmentPool:
     async def _make(self, name: str | None, thread: CallThread) -> Environment:
         try:
             environment = Environment(name, await self._calls.call(self._factories[name], thread), thread)
+            self._check_new(environment.instance)
         except BaseException:
             thread.end()
             raise
         self._all.add(environment)
         return environment
+
+    def _check_new(self, instance: Any) -> None:
+        if any(other.instance is instance for other in self._all):
+            raise ValueError(
+                f"environment_factory returned the {type(instance).__name__} that another episode uses: it must return "
+                "a new instance each time, because episodes are played at the same time"
+            )
 
     def _retire_unused(self, making: "asyncio.Future[Environment]") -> None:
         if not making.cancelled() and making.exception() is None:

@@ -104,7 +104,10 @@ class ChatTemplates:
         text."""
         if not self._parses:
             return {"role": "assistant", "content": self.text(token_ids)}
-        return dict(parse_response(self._tokenizer, list(token_ids), prefix=list(prefix), tools=list(tools or ())))
+        try:
+            return dict(parse_response(self._tokenizer, list(token_ids), prefix=list(prefix), tools=list(tools or ())))
+        except RecursionError:  # of a thousand brackets in a call
+            return {"role": "assistant", "content": self.text(token_ids)}
 
     def is_longer(self, texts: Sequence[str], tokens: int) -> bool:
         """Whether `texts` have more than `tokens` tokens for certain, since none of them is longer than the longest

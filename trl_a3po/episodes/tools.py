@@ -171,11 +171,13 @@ class ToolRollout:
                 raise ValueError(arguments)
             with episode.waiting_for(f"tool {name!r}"):
                 result = await self._call(lambda: tool(**arguments), tool, own)
-            return name, result if isinstance(result, list) else str(result)
+            return name, result if isinstance(result, list) else _encodable(str(result))
         except Exception as error:
             episode.tool_failures += 1
             episode.tool_timeouts += isinstance(error, ToolTimeout)
             return name, str({"error": str(error)})
+        except (SystemExit, KeyboardInterrupt) as error:  # out of an asynchronous tool, it would end the event loop
+            raise RuntimeError(f"tool {name!r} raised {error!r}") from error
 
     async def _reward(self, episode: Episode, environment: Environment) -> dict[str, float | None]:
         """The reward of the environment, by the name of its column."""
@@ -237,6 +239,12 @@ def _observed(prompt: Any, observation: Any) -> Any:
 
 def _name(tool: Tool) -> str:
     return str(getattr(tool, "__name__", type(tool).__name__))
+
+
+def _encodable(text: str) -> str:
+    """The text with `?` for each lone surrogate, which no tokenizer can read. The policy can make a tool return one, by
+    writing it into an argument."""
+    return text.encode(errors="replace").decode()
 
 
 def _named(what: str, environment: str | None) -> str:
