@@ -134,8 +134,8 @@ class EnvironmentPool:
     def _check_new(self, instance: Any) -> None:
         if any(other.instance is instance for other in self._all):
             raise ValueError(
-                f"environment_factory returned the {type(instance).__name__} that another episode uses: it must return "
-                "a new instance each time, because episodes are played at the same time"
+                f"environment_factory returned the {type(instance).__name__} that another episode uses: it must "
+                "return a new instance each time, because episodes are played at the same time"
             )
 
     def _retire_unused(self, making: "asyncio.Future[Environment]") -> None:

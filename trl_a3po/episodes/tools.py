@@ -242,8 +242,8 @@ def _name(tool: Tool) -> str:
 
 
 def _encodable(text: str) -> str:
-    """The text with `?` for each lone surrogate, which no tokenizer can read. The policy can make a tool return one, by
-    writing it into an argument."""
+    """The text with `?` for each lone surrogate, which no tokenizer can read. The policy can make a tool return one,
+    by writing it into an argument."""
     return text.encode(errors="replace").decode()
 
 
