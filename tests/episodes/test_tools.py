@@ -203,6 +203,11 @@ class FailingReward(Plain):
         raise ConnectionError("lost")
 
 
+class NoNumber(Plain):
+    def get_reward(self):
+        return float("nan")
+
+
 class HangingReset(Plain):
     def reset(self, **row):
         threading.Event().wait(600)
@@ -229,6 +234,7 @@ class DyingProcess(Plain):
     [
         (FailingReset, "ConnectionError('no container')"),
         (FailingReward, "ConnectionError('lost')"),
+        (NoNumber, "the reward is nan: return a finite number"),
         (HangingReset, "no answer within tool_timeout=0.3 s"),
         (DyingProcess, "the process ended with -9"),
     ],

@@ -339,11 +339,8 @@ class EpisodeRunner:
 
     def _rewards(self, result: EpisodeResult) -> Mapping[str, float | None]:
         if isinstance(result.reward, Mapping):
-            return result.reward
-        reward = None if result.reward is None else float(result.reward)
-        if reward is not None and not math.isfinite(reward):
-            raise ValueError(f"the reward is {reward}: return a finite number, or None for no reward")
-        return {self._reward_name: reward}
+            return {name: _finite(reward) for name, reward in result.reward.items()}
+        return {self._reward_name: _finite(result.reward)}
 
     async def _end(self) -> None:
         for group in list(self._groups.values()):
@@ -356,6 +353,13 @@ class EpisodeRunner:
             await self._closing()
         finally:
             self._loop.stop()
+
+
+def _finite(reward: float | None) -> float | None:
+    number = None if reward is None else float(reward)
+    if number is not None and not math.isfinite(number):
+        raise ValueError(f"the reward is {number}: return a finite number, or None for no reward")
+    return number
 
 
 class EpisodeFailed(Exception):
