@@ -452,7 +452,8 @@ def test_groups_of_other_sampling_are_sampled_again(build, caplog, named, after)
     """At learning_rate=0 the policy never moves, so a log-prob of another temperature would show in the ratio."""
     whole = build(schedule="async", max_steps=4, learning_rate=0.0, max_staleness=2)
     whole.train()
-    resumed = build("resumed", schedule="async", max_steps=4, learning_rate=0.0, max_staleness=2, **after)
+    common = {"schedule": "async", "max_steps": 4, "learning_rate": 0.0, "max_staleness": 2, "log_all_metrics": True}
+    resumed = build("resumed", **common, **after)
     resumed.train(resume_from_checkpoint=str(saved(whole, 1)))
     assert re.search(rf"saved with .*{named}=.* sampled again", caplog.text)
     assert all(group.submitted_version >= 1 for _, group in resumed.groups)

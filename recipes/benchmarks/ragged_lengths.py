@@ -12,7 +12,7 @@ trains and the second one generates, with vLLM; the option `:1` lets both share 
 loads FlashAttention 3 from the Hub, and `torch`'s own kernel takes its place here. `a3po` has the options `recompute`
 (the proximal policy by a forward) and `transformers` (the engine). Its `bound` is what no schedule can do better: the
 seconds that the engine needs for the tokens of a step at the rate at which it samples, or those of training and
-publishing, if they are more.
+publishing, if they are more. With `:1` each slows the other down, so there is none.
 
 `step`, `wait` (for a batch), `publish` and `train` (the rest) are seconds per optimizer step, `tokens/s` are trained
 completion tokens.
@@ -142,8 +142,9 @@ def train_a3po(arguments, options: set[str]) -> dict[str, float]:
             [length * arguments.completions for length in lengths],
         )
         rate = history[-1]["a3po/engine/tokens_per_second"]
+        if "1" not in options:
+            result["bound"] = max(result["tokens/s"] * result["step"] / rate, result["train"] + result["publish"])
         return result | {
-            "bound": max(result["tokens/s"] * result["step"] / rate, result["train"] + result["publish"]),
             "length": mean(lengths[WARM:]),
             "engine tokens/s": rate,
             "engine blocked": mean(entry["a3po/time/blocked"] for entry in history[WARM:]),
