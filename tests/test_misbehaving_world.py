@@ -20,7 +20,7 @@ from trl_a3po.report.timeline import read_timeline
 
 SETTINGS = {setting.name for setting in fields(A3POConfig)}
 CHANGED = {"temperature", "max_staleness", "num_generations"}  # settings that a callback changes after the first step
-DEFAULT, LONG = range(24), range(24, 324)
+DEFAULT, LONG = range(24), range(24, 124)
 
 
 def run_of(world: World, model_path, folder):

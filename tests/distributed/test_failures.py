@@ -41,7 +41,7 @@ def test_every_process_ends_with_the_cause_and_the_checkpoint_goes_on(tmp_path, 
 @pytest.mark.parametrize(
     ("mode", "fault"),
     [
-        ("ddp", "terminate"),
+        pytest.param("ddp", "terminate", marks=pytest.mark.long),
         pytest.param("ddp", "terminate the launcher", marks=pytest.mark.long),
         pytest.param("zero3", "terminate", marks=pytest.mark.long),
     ],
