@@ -91,6 +91,7 @@ class MeasuringEngine(StubEngine):
 
 def build(folder: Path, mode: str, processes: int, *, lora: bool = False, **settings) -> A3POTrainer:
     args = A3POConfig(
+        log_all_metrics=True,
         **{
             "output_dir": str(folder / mode),
             "per_device_train_batch_size": ROWS_A_STEP // ACCUMULATION // processes,
@@ -114,7 +115,7 @@ def build(folder: Path, mode: str, processes: int, *, lora: bool = False, **sett
             "engine": MeasuringEngine(scripted_completion(VOCAB, LENGTH)),
             **MODES[mode],
             **settings,
-        }
+        },
     )
     torch.manual_seed(3)  # an adapter's initialisation
     return A3POTrainer(

@@ -87,6 +87,7 @@ def model_path(tmp_path_factory):
 
 def trainer(model_path, tmp_path, **settings):
     args = A3POConfig(
+        log_all_metrics=True,
         output_dir=str(tmp_path),
         per_device_train_batch_size=8,
         num_generations=4,

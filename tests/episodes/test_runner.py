@@ -254,7 +254,7 @@ def test_a_report_names_prompt_turn_wait_and_seconds(runner_for):
     runner, request = runner_for(waits_for_ever), group(1, key=12)
     assert runner.describe() == ""
     runner.submit([request])
-    until(lambda: (runner.wait(0.01) and False) or "tool" in runner.describe())
+    until(lambda: (runner.wait(0.01) and False) or "tool 'search'" in runner.describe())
     assert "prompt 12, rollout 0, turn 2, tool 'search' for 0." in runner.describe()
     assert "Set tool_timeout and episode_timeout" in runner.describe()
 

@@ -79,7 +79,7 @@ engine = StubEngine(scripted_completion(VOCAB, 8))
 trainer = A3POTrainer(
     save_tiny_model("model"),
     lambda completion_ids, **kwargs: [float(sum(ids) % 7) for ids in completion_ids],
-    args=config(**mine, engine=engine, delivery_check_steps=0),
+    args=config(**mine, engine=engine, delivery_check_steps=0, log_all_metrics=True),
     train_dataset=tiny_prompts(),
 )
 trainer.train()

@@ -17,29 +17,39 @@ from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettin
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.testing import completion_logps
 
-LENGTH, TEMPERATURE, START_TIMEOUT = 40, 0.8, 300.0
+LENGTH, TEMPERATURE, START_TIMEOUT = 120, 0.8, 300.0  # long enough for a publish before the end
 SETTINGS = SamplingSettings(LENGTH, temperature=TEMPERATURE, seed=5)
 FILTERED = SamplingSettings(LENGTH, temperature=TEMPERATURE, top_p=0.9, top_k=20, repetition_penalty=1.2, seed=5)
 
 
 def policy(lora: bool) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(head_dim=64, max_position_embeddings=64), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(head_dim=64, max_position_embeddings=256), dtype=torch.float32
+    )
     if lora:
         return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
     return model
 
 
+def trained_states(model) -> dict[int, dict[str, torch.Tensor]]:
+    """Version -> the weights of `model`, now and after training; it has the first ones."""
+    states = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]
+    train(model)
+    states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    model.load_state_dict(states[0])
+    return dict(enumerate(states))
+
+
 def check_a_publish_in_the_middle(model, sampling, **engine_settings) -> None:
-    states = {0: {name: tensor.clone() for name, tensor in model.state_dict().items()}}
+    states = trained_states(model)
     requests = [GroupRequest(number, number, (5 + number, 6, 7), 2) for number in range(3)]
     engine = VLLMEngine(slots=5, threads=1, start_timeout=START_TIMEOUT, **engine_settings)
     try:
         engine.start(policy_spec(model, torch.float32), sampling, collect_weights(model, 0, complete=True))
         engine.submit(requests)
         until(lambda: engine.stats().tokens > 20)
-        train(model)
-        states[1] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(states[1])
         engine.publish(collect_weights(model, 1, complete=False))
         rollouts = [
             (request, rollout)
@@ -52,7 +62,7 @@ def check_a_publish_in_the_middle(model, sampling, **engine_settings) -> None:
             for request, rollout in rollouts:
                 clean = completion_logps(model, request.prompt_ids, rollout.token_ids, TEMPERATURE).tolist()
                 for logp, stamp, expected in zip(rollout.logps, rollout.versions, clean, strict=True):
-                    assert stamp != version or logp == pytest.approx(expected, abs=1e-5)
+                    assert stamp != version or logp == pytest.approx(expected, abs=1e-4)
     finally:
         model.load_state_dict(states[0])
         engine.close()
@@ -74,24 +84,25 @@ def test_with_a_real_vllm(lora):
 @pytest.mark.timeout(900)
 def test_a_kept_cache_of_a_real_vllm_is_that_of_the_segments_before():
     """Tokens before the publish are those of the old weights; rollouts that begin after it, of the new ones."""
-    model = policy(lora=False)
-    engine = VLLMEngine(slots=4, threads=1, start_timeout=START_TIMEOUT, python=vllm_python())
-    old = policy(lora=False)
+    model, old = policy(lora=False), policy(lora=False)
+    states = trained_states(model)
+    engine = VLLMEngine(slots=6, threads=1, start_timeout=START_TIMEOUT, python=vllm_python())
     try:
         engine.start(policy_spec(model, torch.float32), SETTINGS, collect_weights(model, 0, complete=True))
         engine.submit([GroupRequest(number, number, (5, 6, 7), 2) for number in range(3)])
         until(lambda: engine.stats().tokens > 20)
-        train(model)
+        model.load_state_dict(states[1])
         engine.publish(collect_weights(model, 1, complete=False))
+        engine.submit([GroupRequest(3, 3, (5, 6, 7), 2)])
         spans = set()
-        for event in events_of(engine, range(3)).values():
+        for event in events_of(engine, range(4)).values():
             assert isinstance(event, GroupFinished)
             for rollout in event.rollouts:
                 spans.add(tuple(sorted(set(rollout.versions))))
                 first = rollout.versions[0]
                 clean = completion_logps(model if first else old, (5, 6, 7), rollout.token_ids, TEMPERATURE).tolist()
                 of_first = rollout.versions.count(first)
-                assert rollout.logps[:of_first] == pytest.approx(clean[:of_first], abs=1e-5)
+                assert rollout.logps[:of_first] == pytest.approx(clean[:of_first], abs=1e-4)
         assert (0, 1) in spans and (1,) in spans
     finally:
         engine.close()
