@@ -42,8 +42,8 @@ def test_every_process_ends_with_the_cause_and_the_checkpoint_goes_on(tmp_path, 
     ("mode", "fault"),
     [
         pytest.param("ddp", "terminate", marks=pytest.mark.long),
-        pytest.param("ddp", "terminate the launcher", marks=pytest.mark.long),
-        pytest.param("zero3", "terminate", marks=pytest.mark.long),
+        pytest.param("ddp", "terminate the launcher", marks=pytest.mark.slow),
+        pytest.param("zero3", "terminate", marks=pytest.mark.slow),
     ],
 )
 def test_one_process_that_receives_sigterm_ends_all_at_a_step_that_goes_on(tmp_path, mode, fault):
