@@ -37,6 +37,7 @@ def train(tmp_path, *, peft_config=None, **settings):
     versions = KeepVersions()
     settings = {"kv_on_publish": "recompute", "max_steps": 8, "learning_rate": 0.02, **settings}
     args = A3POConfig(
+        log_all_metrics=True,
         output_dir=str(tmp_path / "run"),
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,

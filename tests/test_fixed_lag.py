@@ -79,6 +79,7 @@ def train(
     args = A3POConfig(
         output_dir=str(folder),
         schedule="fixed_lag",
+        log_all_metrics=True,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         num_generations=4,

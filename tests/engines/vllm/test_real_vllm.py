@@ -136,16 +136,18 @@ def test_a_publish_in_the_middle_of_rollouts_divides_them_at_the_token(
     prompt_ids = tuple(range(300, 310))
     engine = VLLMServers([url], folder=tmp_path, kv_on_publish=kv_on_publish, kept_versions=4)
     states = {0: {name: tensor.clone() for name, tensor in model.state_dict().items()}}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05 * max(parameter.std().item(), 0.1))
+    states[1] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(states[0])
     try:
         engine.start(policy_spec(model, torch.float32), sampling, collect_weights(model, 0, complete=True))
         before = generated_tokens(url)
         engine.submit([GroupRequest(0, 0, prompt_ids, 2)])
         until(lambda: generated_tokens(url) > before + 8)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.05 * max(parameter.std().item(), 0.1))
-        states[1] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(states[1])
         engine.publish(collect_weights(model, 1, complete=False))
         events, deadline = [], time.monotonic() + 300
         while not events:
