@@ -26,10 +26,9 @@ from pathlib import Path
 import torch
 from arms import add_arguments, end_arm, first_token_reward, mean, prompts, run_arms, step_clock, step_notes
 from many_gpus import SHAPES, random_model, word_tokenizer
-from vllm_publish import serving, timed
+from vllm_publish import WARM, common, serving, timed
 
 COLUMNS = ("step", "wait", "publish", "publish max", "train", "tokens/s", "length", "trainer idle")
-WARM = 3  # steps that are not measured
 OPTIONS = {"grpo": {"1"}, "async_grpo": set(), "a3po": {"1", "recompute", "transformers"}}
 
 
@@ -57,25 +56,6 @@ def parse_arguments():
 
 
 # --- the process of an arm ----------------------------------------------------------------------------------------
-
-
-def common(arguments) -> dict:
-    """Settings that the three configurations share."""
-    return {
-        "output_dir": str(Path(arguments.folder) / "run"),
-        "per_device_train_batch_size": arguments.micro_batch,
-        "gradient_accumulation_steps": arguments.completions // arguments.micro_batch,
-        "num_generations": 8,
-        "max_completion_length": arguments.tokens,
-        "max_steps": arguments.steps + WARM,
-        "learning_rate": 1e-6,
-        "gradient_checkpointing": False,
-        "bf16": not arguments.cpu,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
 
 
 def policy(arguments):
@@ -113,7 +93,6 @@ def train_a3po(arguments, options: set[str]) -> dict[str, float]:
     args = A3POConfig(
         **common(arguments),
         **lengths_of(arguments),
-        use_cpu=arguments.cpu,
         max_staleness=arguments.max_staleness,
         proximal_method="recompute" if "recompute" in options else "loglinear",
         engine=engine,

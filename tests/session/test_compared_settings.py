@@ -32,10 +32,10 @@ DECIDE_NOTHING_SAVED = {
     "the forward pass": "packed_forward shared_prompt pad_to_multiple_of",
     "when something happens": """max_staleness weight_sync_steps max_attempts max_rejected_groups_in_a_row
         stall_timeout tool_timeout episode_timeout tool_threads reward_timeout reward_on_timeout reward_workers
-        delivery_check_steps dry_run""",
+        delivery_check_steps max_engine_gap dry_run""",
     "how the model is loaded": "model_init_kwargs trust_remote_code",
     "evaluation": "num_generations_eval",
-    "logs": """log_completions log_completions_hub_repo log_multimodal log_unique_prompts
+    "logs": """log_all_metrics log_completions log_completions_hub_repo log_multimodal log_unique_prompts
         num_completions_to_print""",
 }
 
