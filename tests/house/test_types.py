@@ -58,6 +58,7 @@ MISTAKES = {
 }
 
 PASSED_ON = "arguments of TRL or transformers, passed on"
+CONVERSATION = "text or messages, in any form that the chat template takes"
 IMPRECISE = {
     "A3POTrainer.__init__(arguments)": PASSED_ON,
     "A3POTrainer.__init__(options)": PASSED_ON,
@@ -65,6 +66,10 @@ IMPRECISE = {
     "A3POTrainer.train(kwargs)": PASSED_ON,
     "A3POTrainer.evaluation_loop(args)": PASSED_ON,
     "A3POTrainer.evaluation_loop(kwargs)": PASSED_ON,
+    "Episode.begin(prompt)": CONVERSATION,
+    "EpisodeRecord.__init__(prompt)": CONVERSATION,
+    "EpisodeRecord.__init__(messages)": CONVERSATION,
+    "EpisodeResult.__init__(messages)": CONVERSATION,
     "PolicySpec.__init__(config)": "a configuration of transformers, which the protocol does not import",
 }
 """Parameters of public names that take any value -> why."""

@@ -80,7 +80,7 @@ class LogEvent(CallbackHandler):
             alone = copy.copy(self)
             alone.callbacks = [callback]
             shown = at_a_glance(logs) if _is_console(callback) else logs
-            control = alone.call_event(  # type: ignore[no-untyped-call]
+            control = alone.call_event(  # type: ignore[no-untyped-call]  # transformers'
                 "on_log", args, state, control, logs=shown, **kwargs
             )
         return control

@@ -114,7 +114,7 @@ def _runner(
         max_completion_length=trainer.max_completion_length,
         context=getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None),
         episode_timeout=trainer.args.episode_timeout,
-        **hooks,  # type: ignore[arg-type]
+        **hooks,  # type: ignore[arg-type]  # two hooks of different types
     )
 
 
