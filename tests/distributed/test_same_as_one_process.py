@@ -81,7 +81,9 @@ def test_the_anchors_compare_over_all_processes_as_in_one(folder, spread):
     assert {"a3po/compare/first/gap/max", "a3po/compare/first/d2/w/mean", "a3po/compare/later/r/min"} <= names
     for name in sorted(names):
         expected = logged(folder / "one" / "compared", name)
-        assert logged(spread / "compared", name) == pytest.approx(expected, rel=1e-3, abs=1e-5), name
+        # The smallest difference of two log-probs has their rounding, which is not relative to the difference.
+        rounding = 1e-5 if name.endswith("gap/min") else 1e-6
+        assert logged(spread / "compared", name) == pytest.approx(expected, rel=1e-3, abs=rounding), name
     assert max(logged(spread / "compared", "a3po/compare/first/d2/gap/mean")) > 1e-3
 
 
