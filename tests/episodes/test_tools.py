@@ -198,6 +198,11 @@ class FailingReset(Plain):
         raise ConnectionError("no container")
 
 
+class NumberFromReset(Plain):
+    def reset(self, **row):
+        return 7
+
+
 class FailingReward(Plain):
     def get_reward(self):
         raise ConnectionError("lost")
@@ -233,6 +238,7 @@ class DyingProcess(Plain):
     "kind, reason",
     [
         (FailingReset, "ConnectionError('no container')"),
+        (NumberFromReset, "reset() returned int: it must return a string"),
         (FailingReward, "ConnectionError('lost')"),
         (NoNumber, "the reward is nan: return a finite number"),
         (HangingReset, "no answer within tool_timeout=0.3 s"),

@@ -315,7 +315,12 @@ def test_the_time_to_load_the_functions_is_not_the_functions_time(started):
         def __reduce__(self):
             return (_slow, ())
 
-    assert isinstance(started(Slow(), timeout=2.0)(group()), Score)
+    workers = started(Slow(), timeout=2.0)
+    with ThreadPoolExecutor(1) as thread:
+        scored = thread.submit(workers, group())
+        until(lambda: workers.describe())
+        assert "1 of 1 reward workers are starting" in workers.describe()
+        assert isinstance(scored.result(60), Score)
 
 
 def _slow():
@@ -324,8 +329,10 @@ def _slow():
 
 
 def test_score_all_gives_up_on_a_hanging_group_and_names_the_setting(started):
+    workers = started(by_target([]), stall_timeout=1.0)
+    workers(group(target="reward"))  # now it has started
     with pytest.raises(StallError, match="set a reward_timeout"):
-        started(by_target([]), stall_timeout=1.0).score_all([group(target="hang")])
+        workers.score_all([group(target="hang")])
 
 
 # --- the end ------------------------------------------------------------------------------------------------------

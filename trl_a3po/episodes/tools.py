@@ -228,6 +228,10 @@ def _observed(prompt: Any, observation: Any) -> Any:
     """The prompt with what `reset` returned behind its last message, as TRL adds it."""
     if observation is None:
         return prompt
+    if not isinstance(observation, (str, list)):
+        raise TypeError(
+            f"reset() returned {type(observation).__name__}: it must return a string, a list of content blocks, or None"
+        )
     last = prompt[-1]
     content = last["content"]
     if isinstance(observation, list) and isinstance(content, str):

@@ -3,12 +3,13 @@
 Guarantees: in a reward worker too, a line of the script is shown with its file and its text.
 """
 
+import os
 import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
 
-PACKAGE = str(Path(__file__).parents[1])
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 UNPICKLED = "<dynamic-code>"  # cloudpickle's name for the file of a function of the script
 
 

@@ -137,8 +137,14 @@ class RewardWorkers:
         """What would help if the functions hang; empty if no worker is busy. From any thread."""
         with self._changed:
             busy = len(self._busy)
+            starting = sum(not worker.ready for worker in self._busy)
         if not busy:
             return ""
+        if starting:
+            return (
+                f"{starting} of {self._num_workers} reward workers are starting, which means importing what the reward "
+                "functions need: set stall_timeout above the seconds that this takes."
+            )
         advice = (
             "set a reward_timeout below stall_timeout, at which a hanging function is killed"
             if self._timeout is None

@@ -54,9 +54,8 @@ class RewardProcess:
     ) -> None:
         self.process = process
         self._otherwise = otherwise
-        self.ended = False
+        self.ended = self.ready = False
         self.known_log: list[dict[str, Any]] = []
-        self._ready = False
         process.channel.send((functions, names, processes, script_file()))
 
     def wait_until_ready(self) -> None:
@@ -65,7 +64,7 @@ class RewardProcess:
         Raises:
             RewardError: the functions cannot be loaded, or the worker ended while it loaded them.
         """
-        if self._ready:
+        if self.ready:
             return
         try:
             message = next(read_messages(self.process, timeout=START_TIMEOUT))
@@ -78,7 +77,7 @@ class RewardProcess:
             ) from None
         if message[0] == "failed":
             raise RewardError(f"{message[1]} To avoid it, {self._otherwise}.") from RewardTraceback(message[2])
-        self._ready = True
+        self.ready = True
 
     def score(self, group: tuple[bytes, bytes], timeout: float | None) -> bytes:
         """The pickled score of a pickled group and an addition to the log, by a worker that is ready.
