@@ -20,13 +20,11 @@ completion tokens.
 
 import argparse
 import sys
-from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 from arms import add_arguments, end_arm, first_token_reward, mean, prompts, run_arms, step_clock, step_notes
 from many_gpus import SHAPES, random_model, word_tokenizer
-from vllm_publish import WARM, common, serving, timed
+from vllm_publish import WARM, common, grpo_with_vllm, saved, serving, timed
 
 COLUMNS = ("step", "wait", "publish", "publish max", "train", "tokens/s", "length", "trainer idle")
 OPTIONS = {"grpo": {"1"}, "async_grpo": set(), "a3po": {"1", "recompute", "transformers"}}
@@ -135,51 +133,17 @@ def train_a3po(arguments, options: set[str]) -> dict[str, float]:
     return measured()
 
 
-def saved_policy(arguments):
-    """The tokenizer, the model, and the folder that a server loads them from."""
-    tokenizer, model = policy(arguments)
-    folder = Path(arguments.folder) / "model"
-    model.save_pretrained(folder)
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    model.name_or_path = str(folder)
-    return tokenizer, model, folder
-
-
 def train_grpo(arguments, options: set[str]) -> dict[str, float]:
-    """GRPOTrainer with vLLM. Wrappers around its methods measure the time."""
-    from trl import GRPOConfig, GRPOTrainer
-
-    (tokenizer, model, folder), steps, syncs, generations = saved_policy(arguments), [], [], []
-    context = 2 * arguments.prompt_tokens + arguments.tokens
-    equal = {"generation_kwargs": {"ignore_eos": True}} if arguments.lengths == "equal" else {}
+    tokenizer, model = policy(arguments)
 
     def measured() -> dict[str, float]:
         lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history]
         tokens = [length * arguments.completions for length in lengths]
-        return numbers(steps, generations, syncs, tokens) | {"length": mean(lengths[WARM:])}
+        return numbers(*times, tokens) | {"length": mean(lengths[WARM:])}
 
-    with nullcontext() if "1" in options else serving(arguments, folder, context) as url:
-        args = GRPOConfig(
-            **common(arguments),
-            **equal,
-            use_vllm=True,
-            vllm_mode="colocate" if "1" in options else "server",
-            vllm_server_base_url=url,
-            vllm_gpu_memory_utilization=0.4,
-            vllm_max_model_length=context,
-        )
-        trainer = GRPOTrainer(
-            model,
-            first_token_reward,
-            args=args,
-            train_dataset=prompts(arguments.prompt_tokens, len(tokenizer)),
-            processing_class=tokenizer,
-            callbacks=[step_clock(steps), step_notes(arguments, WARM, measured)],
-        )
-        generation = trainer.vllm_generation
-        generation.sync_weights = timed(generation.sync_weights, syncs)
-        generation.generate = timed(generation.generate, generations)
+    equal = {"generation_kwargs": {"ignore_eos": True}} if arguments.lengths == "equal" else {}
+    with grpo_with_vllm(arguments, model, tokenizer, "1" in options, **equal) as (trainer, times):
+        trainer.add_callback(step_notes(arguments, WARM, measured))
         trainer.train()
     return measured()
 
@@ -198,7 +162,9 @@ def train_async_grpo(arguments, options: set[str]) -> dict[str, float]:
             return attend(q, k, v, *lengths, 0.0, causal, False, scale=softmax_scale)[0]
 
     packing._flash_attn = lambda: Kernel
-    (tokenizer, _, folder), steps, syncs = saved_policy(arguments), [], []
+    (tokenizer, model), steps, syncs = policy(arguments), [], []
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    folder = saved(arguments, model, tokenizer)
     context = 2 * arguments.prompt_tokens + arguments.tokens
     settings = common(arguments)
 

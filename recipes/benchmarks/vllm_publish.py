@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from arms import add_arguments, end_arm, first_token_reward, mean, prompts, run_arms, step_clock, step_notes
@@ -136,22 +137,15 @@ def train_a3po(arguments, way: str, one_gpu: bool) -> dict[str, float]:
 
 
 def train_grpo(arguments, one_gpu: bool) -> dict[str, float]:
-    """GRPOTrainer with vLLM. Wrappers around its methods measure the time."""
-    from trl import GRPOConfig, GRPOTrainer
-
-    tokenizer, steps, syncs, generations = word_tokenizer(), [], [], []
+    tokenizer = word_tokenizer()
     model = random_model(arguments.shape, len(tokenizer), torch.bfloat16, False)
-    folder = Path(arguments.folder) / "model"
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    model.name_or_path = str(folder)
-    context = 2 * arguments.prompt_tokens + arguments.tokens
 
     def measured() -> dict[str, float]:
-        seconds, sync, generation = mean(steps[WARM:]), mean(syncs[WARM:]), mean(generations[WARM:])
+        steps, generations, syncs = (values[WARM:] for values in times)
+        seconds, sync, generation = mean(steps), mean(syncs), mean(generations)
         tokens = arguments.completions * arguments.tokens
         return {
-            "steps": len(steps[WARM:]),
+            "steps": len(steps),
             "step": seconds,
             "wait": generation,
             "publish": sync,
@@ -162,15 +156,39 @@ def train_grpo(arguments, one_gpu: bool) -> dict[str, float]:
             "engine blocked": 1.0 - generation / seconds,
         }
 
+    equal = {"generation_kwargs": {"ignore_eos": True}}
+    with grpo_with_vllm(arguments, model, tokenizer, one_gpu, **equal) as (trainer, times):
+        trainer.add_callback(step_notes(arguments, WARM, measured))
+        trainer.train()
+    return measured()
+
+
+def saved(arguments, model, tokenizer) -> Path:
+    """The folder that a server loads the policy from, which is also the model's name."""
+    folder = Path(arguments.folder) / "model"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    model.name_or_path = str(folder)
+    return folder
+
+
+@contextmanager
+def grpo_with_vllm(arguments, model, tokenizer, one_gpu: bool, **settings) -> Iterator[tuple[Any, list[list[float]]]]:
+    """A GRPOTrainer with vLLM, and the seconds of its steps, its generations and its transfers of weights. Wrappers
+    around its methods measure the last two."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    steps, generations, syncs = times = [[], [], []]
+    folder, context = saved(arguments, model, tokenizer), 2 * arguments.prompt_tokens + arguments.tokens
     with nullcontext() if one_gpu else serving(arguments, folder, context) as url:
         args = GRPOConfig(
             **common(arguments),
+            **settings,
             use_vllm=True,
             vllm_mode="colocate" if one_gpu else "server",
             vllm_server_base_url=url,
             vllm_gpu_memory_utilization=0.4,
             vllm_max_model_length=context,
-            generation_kwargs={"ignore_eos": True},
         )
         trainer = GRPOTrainer(
             model,
@@ -178,13 +196,12 @@ def train_grpo(arguments, one_gpu: bool) -> dict[str, float]:
             args=args,
             train_dataset=prompts(arguments.prompt_tokens, len(tokenizer)),
             processing_class=tokenizer,
-            callbacks=[step_clock(steps), step_notes(arguments, WARM, measured)],
+            callbacks=[step_clock(steps)],
         )
         generation = trainer.vllm_generation
         generation.sync_weights = timed(generation.sync_weights, syncs)
         generation.generate = timed(generation.generate, generations)
-        trainer.train()
-    return measured()
+        yield trainer, times
 
 
 @contextmanager
