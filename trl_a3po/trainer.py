@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 from trl import GRPOTrainer
+from trl.trainer.utils import get_callable_name
 
 from trl_a3po._compat import check_hooks
 from trl_a3po.checkpoints.choose_checkpoint import choose_checkpoint, warn_of_earlier_runs
@@ -99,7 +100,6 @@ from trl_a3po.session.build_episodes import remove_close_from_tools
 from trl_a3po.session.build_policy import build_policy, zero_stage
 from trl_a3po.session.build_scorer import (
     add_recorded_reward,
-    function_name,
     new_reward_thread,
     reward_functions,
     reward_list,
@@ -181,7 +181,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         functions = reward_list(reward_funcs)
         self._recorded_from = len(functions)  # the first column of rewards that episodes give themselves
         if self.rollout is not None and not functions:
-            functions = [RecordedReward(function_name(self.rollout))]
+            functions = [RecordedReward(get_callable_name(self.rollout))]
         with temporarily(args, enable_jit_checkpoint=False):  # `Termination` does this, at a step's end only
             super().__init__(model, functions, args, **others)
         add_recorded_reward(self)

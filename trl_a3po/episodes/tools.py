@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from trl.trainer.utils import is_async_callable
+from trl.trainer.utils import get_callable_name, is_async_callable
 
 from trl_a3po.episodes.calls import Calls
 from trl_a3po.episodes.environments import Environment, EnvironmentPool
@@ -55,7 +55,7 @@ class ToolRollout:
         max_iterations: int | None = None,
         tool_timeout: float | None = None,
     ):
-        self._tools = {_name(tool): tool for tool in tools}
+        self._tools = {get_callable_name(tool): tool for tool in tools}
         self._templates = templates
         self._calls = calls
         self._pool = pool
@@ -230,7 +230,7 @@ def _observed(prompt: Any, observation: Any) -> Any:
         return prompt
     if not isinstance(observation, (str, list)):
         raise TypeError(
-            f"reset() returned {type(observation).__name__}: it must return a string, a list of content blocks, or None"
+            f"reset() returned {type(observation).__name__}: it must return a string, content blocks, or None"
         )
     last = prompt[-1]
     content = last["content"]
@@ -239,10 +239,6 @@ def _observed(prompt: Any, observation: Any) -> Any:
     if isinstance(observation, str) and isinstance(content, list):
         observation = [{"type": "text", "text": observation}]
     return [*prompt[:-1], {**last, "content": content + observation}]
-
-
-def _name(tool: Tool) -> str:
-    return str(getattr(tool, "__name__", type(tool).__name__))
 
 
 def _encodable(text: str) -> str:

@@ -142,8 +142,8 @@ class RewardWorkers:
             return ""
         if starting:
             return (
-                f"{starting} of {self._num_workers} reward workers are starting, which means importing what the reward "
-                "functions need: set stall_timeout above the seconds that this takes."
+                f"{starting} of {self._num_workers} reward workers are starting, which means importing what the "
+                "reward functions need: set stall_timeout above the seconds that this takes."
             )
         advice = (
             "set a reward_timeout below stall_timeout, at which a hanging function is killed"

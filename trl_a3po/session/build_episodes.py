@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trl_a3po.checks.data import context_of
 from trl_a3po.episodes.calls import Calls
 from trl_a3po.episodes.environments import EnvironmentPool, is_tool
 from trl_a3po.episodes.episode import RolloutFunction
@@ -112,7 +113,7 @@ def _runner(
         reward_name=trainer.reward_func_names[-1],
         templates=templates,
         max_completion_length=trainer.max_completion_length,
-        context=getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None),
+        context=context_of(trainer.args, trainer.model.config.get_text_config()),
         episode_timeout=trainer.args.episode_timeout,
         **hooks,  # type: ignore[arg-type]  # two hooks of different types
     )

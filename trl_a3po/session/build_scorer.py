@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
+from trl.trainer.utils import get_callable_name
 
 from trl_a3po.protocol.records import Group
 from trl_a3po.rewards.outside_training import called_in_thread, ends_if_frozen
@@ -107,7 +108,7 @@ def add_recorded_reward(trainer: "A3POTrainer") -> None:
     TRL does for environments."""
     if trainer.rollout is None or trainer._recorded_from == 0:  # then it is the only column, and has it already
         return
-    name = function_name(trainer.rollout)
+    name = get_callable_name(trainer.rollout)
     trainer.reward_funcs.append(RecordedReward(name))
     trainer.reward_func_names.append(name)
     trainer.reward_processing_classes.append(None)
@@ -119,10 +120,6 @@ def reward_list(reward_funcs: Any) -> list[Any]:
     if reward_funcs is None:
         return []
     return list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
-
-
-def function_name(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def new_reward_thread() -> RewardThread:

@@ -18,8 +18,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from datasets import IterableDataset
+from trl.trainer.utils import get_callable_name
 
-from trl_a3po.session.build_scorer import function_name
 from trl_a3po.session.sampling import sampling_settings
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def compared_settings(trainer: "CheckpointHooks") -> Settings:
         "sampling": {
             "max_completion_length": sampling.pop("max_new_tokens"),
             **sampling,
-            "tools": [function_name(tool) for tool in trainer.tools or ()],
+            "tools": [get_callable_name(tool) for tool in trainer.tools or ()],
             "environments": [str(name) for name in trainer.environment_factories or ()],
-            "rollout_func": None if trainer.rollout is None else function_name(trainer.rollout),
+            "rollout_func": None if trainer.rollout is None else get_callable_name(trainer.rollout),
             "max_tool_calling_iterations": args.max_tool_calling_iterations,
         },
         "scoring": {

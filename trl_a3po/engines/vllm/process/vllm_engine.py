@@ -92,7 +92,10 @@ class VLLMEngine(WorkerEngine):
         config.save_pretrained(self._folder)
         text = spec.config.get_text_config()
         context = sequence_length(
-            self._context, self._max_prompt_tokens, sampling.max_new_tokens, text.max_position_embeddings
+            self._context,
+            self._max_prompt_tokens,
+            sampling.max_new_tokens,
+            getattr(text, "max_position_embeddings", None),
         )
         options = {
             "model": self._folder,
@@ -122,10 +125,22 @@ class VLLMEngine(WorkerEngine):
         return pickle.dumps(setup)
 
 
-def sequence_length(asked: int | None, prompt: int | None, new_tokens: int, model_has: int) -> int:
+def sequence_length(asked: int | None, prompt: int | None, new_tokens: int, model_has: int | None) -> int:
     """Tokens of a sequence in vLLM. One more than a prompt and its completion, where the model allows it, so that
-    they can be scored."""
-    longest = min((prompt or 1) + new_tokens, model_has)  # a completion ends where the context ends
+    they can be scored.
+
+    Raises:
+        ValueError: nothing says how long a sequence may be.
+    """
+    longest = (prompt or 1) + new_tokens
+    if model_has is None:
+        if asked is None and prompt is None:
+            raise ValueError(
+                "The model's configuration has no max_position_embeddings, which would say how many tokens vLLM has "
+                "to hold for a sequence: set vllm_max_model_length or engine_max_prompt_tokens."
+            )
+        return max(longest, asked or 0) + 1
+    longest = min(longest, model_has)  # a completion ends where the context ends
     length = asked if asked is not None else model_has if prompt is None else longest
     return min(max(longest, length) + 1, max(model_has, longest))
 
