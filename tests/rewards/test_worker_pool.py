@@ -189,7 +189,9 @@ if __name__ == "__main__":
 
 def test_a_function_of_a_script_may_hand_the_scripts_functions_to_processes_of_its_own(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    ran = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, tmp_path / "script.py"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert ran.stdout.strip() == "[3.0, 4.0]", ran.stderr
 
 
