@@ -207,7 +207,8 @@ def grpo_with_vllm(arguments, model, tokenizer, one_gpu: bool, **settings) -> It
 @contextmanager
 def serving(arguments, folder: Path, context: int) -> Iterator[str]:
     """The URL of a server on the second GPU, to which GRPOTrainer can send weights."""
-    from trl_a3po.engines.vllm.servers.server_process import ServerProcess
+    from vllm_server import VLLMServer
+
     from trl_a3po.engines.vllm.servers.startup import ServerRequirements
 
     requirements = ServerRequirements(
@@ -220,8 +221,7 @@ def serving(arguments, folder: Path, context: int) -> Iterator[str]:
         options={"--max-logprobs": "-1"},
     )
     log = folder.parent / "server.log"
-    gpu, port = torch.device("cuda:1"), get_free_port()
-    server = ServerProcess(arguments.vllm_python, requirements, gpu, log, threads=None, max_restarts=0, port=port)
+    server = VLLMServer(arguments.vllm_python, requirements, torch.device("cuda:1"), log, port=get_free_port())
     try:
         server.wait_until_ready(arguments.timeout)
         yield server.server.url

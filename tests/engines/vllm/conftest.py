@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.benchmarks.vllm_server import VLLMServer
 from tests.distributed.launch import free_port
 from tests.engines.vllm import real_vllm
-from trl_a3po.engines.vllm.servers.server_process import ServerProcess
 from trl_a3po.engines.vllm.servers.startup import ServerRequirements
 
 START_TIMEOUT = 300.0
@@ -45,16 +45,14 @@ def untied_model(tied_model, tmp_path_factory) -> str:
 
 
 @contextlib.contextmanager
-def serving(python: str, model: str, folder: Path, *, count: int = 1, **requirements) -> Iterator[list[ServerProcess]]:
+def serving(python: str, model: str, folder: Path, *, count: int = 1, **requirements) -> Iterator[list[VLLMServer]]:
     """Servers of `model`, one CPU thread each, ready."""
     options = {"--max-num-seqs": "16"}
     requirements = ServerRequirements(
         model, "float32", 512, 512, ("processed_logprobs",), options=options, **requirements
     )
     servers = [
-        ServerProcess(
-            python, requirements, torch.device("cpu"), folder / f"log-{n}", threads=1, max_restarts=0, port=free_port()
-        )
+        VLLMServer(python, requirements, torch.device("cpu"), folder / f"log-{n}", port=free_port(), threads=1)
         for n in range(count)
     ]
     try:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from recipes.benchmarks.vllm_server import VLLMServer
 from tests.engines.vllm.conftest import START_TIMEOUT, serving
 from tests.engines.vllm.real_runs import CheckingTrainer, KeepVersions, trainer_of
 from tests.runs import logged
 from tests.workers.processes import until
-from trl_a3po.engines.vllm.servers.server_process import ServerProcess
 from trl_a3po.errors import EngineError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -33,14 +33,14 @@ class At(TrainerCallback):
             self.actions[state.global_step]()
 
 
-def started_again(*servers: ServerProcess) -> None:
+def started_again(*servers: VLLMServer) -> None:
     for server in servers:
         server.start()
     for server in servers:
         server.wait_until_ready(START_TIMEOUT)
 
 
-def urls(servers: list[ServerProcess]) -> list[str]:
+def urls(servers: list[VLLMServer]) -> list[str]:
     return [server.server.url for server in servers]
 
 
@@ -64,7 +64,7 @@ def check_versions(trainer: CheckingTrainer, *, later_parts: bool) -> None:
     assert not later_parts or max(trainer.later_parts, default=0.0) < 1e-3
 
 
-def kill_at_work(trainer: CheckingTrainer, *servers: ServerProcess) -> None:
+def kill_at_work(trainer: CheckingTrainer, *servers: VLLMServer) -> None:
     """Kill servers while the first of them is in the middle of rollouts."""
 
     def wait_and_kill() -> None:
@@ -79,7 +79,7 @@ def kill_at_work(trainer: CheckingTrainer, *servers: ServerProcess) -> None:
     threading.Thread(target=wait_and_kill, daemon=True).start()
 
 
-def train_through_a_death(servers: list[ServerProcess], trainer_on) -> CheckingTrainer:
+def train_through_a_death(servers: list[VLLMServer], trainer_on) -> CheckingTrainer:
     """Kill the first server after step 2, have it back after step 4, and ask that it works again."""
     sampled = []
 

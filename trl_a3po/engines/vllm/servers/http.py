@@ -55,8 +55,7 @@ class Call:
     """One request to `base_url`, made when its answer is read; read it once.
 
     Args:
-        base_url: such as "http://localhost:8000", with or without a path below which the server answers; or
-            "unix:///folder/socket".
+        base_url: such as "http://localhost:8000", with or without a path below which the server answers.
         path: of the request, with its query.
         body: sent as JSON; `None` sends none.
         timeout: seconds for all of it.
@@ -134,32 +133,9 @@ class Call:
 
 def _connection(base_url: str, timeout: float) -> tuple[http.client.HTTPConnection, str]:
     """A connection to be made, and the path below which the server answers."""
-    if base_url.startswith("unix://"):
-        return _UnixConnection(base_url.removeprefix("unix://"), timeout), ""
     url = urlsplit(base_url)
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     return kind(url.hostname or "", url.port, timeout=timeout), url.path.rstrip("/")
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    """Over the socket at `path` in the file system."""
-
-    def __init__(self, path: str, timeout: float):
-        super().__init__("localhost", timeout=timeout)
-        self._path = path
-        self._connect_timeout = timeout
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self._connect_timeout)
-        deadline = time.monotonic() + self._connect_timeout
-        while True:
-            try:
-                return self.sock.connect(self._path)
-            except BlockingIOError as error:  # a Unix socket does not wait where too many wait already
-                if time.monotonic() > deadline:
-                    raise TimeoutError from error
-                time.sleep(0.01)
 
 
 def fetch_json(base_url: str, method: str, path: str, body: Any = None, *, timeout: float) -> Any:

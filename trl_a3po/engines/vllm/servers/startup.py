@@ -6,7 +6,7 @@ Guarantees: pure functions; everything that is missing is named at once, with th
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -52,10 +52,6 @@ class ServerRequirements:
     counts_tokens: bool = False
     options: dict[str, str] = field(default_factory=dict)
     shape: Mapping[str, Any] = field(default_factory=dict)
-
-    def started_here(self, folder: str, options: dict[str, str]) -> "ServerRequirements":
-        """Those of a server that serves the model in `folder` and sees no tokenizer."""
-        return replace(self, model=folder, options={"--skip-tokenizer-init": "", **options})
 
     def command(self, url: str) -> str:
         """The shell command that starts the server of `url` right, on the address of `url` alone: its endpoints load
