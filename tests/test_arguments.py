@@ -153,6 +153,7 @@ print("GAP", max(gaps), len(gaps), Halved.__module__)
 """
 
 
+@pytest.mark.long
 def test_a_class_defined_in_a_notebook_or_script_reaches_the_engines_process(tmp_path):
     """From standard input, as a notebook's kernel: `__main__` has no file. The hook halves the last hidden state, so
     an engine that knew only Llama would be off by far."""

@@ -68,6 +68,7 @@ def test_a_recipe_with_functions_of_its_own_is_trained_and_the_command_line_wins
     assert len(steps) == 2 and steps[0]["rewards/even_tokens/mean"] > 0
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_its_last_checkpoint(tmp_path):
     save_smoke_model(tmp_path / "model")
     (tmp_path / "own.py").write_text(OWN)

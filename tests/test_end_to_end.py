@@ -69,7 +69,9 @@ def train(tmp_path, *, peft_config=None, **settings):
     return trainer, versions.states
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "lora", [pytest.param(False, id="full", marks=pytest.mark.long), pytest.param(True, id="lora")]
+)
 def test_log_probs_are_those_of_the_stamped_version(tmp_path, lora):
     peft_config = LoraConfig(r=4, target_modules="all-linear") if lora else None
     trainer, states = train(tmp_path, peft_config=peft_config)
@@ -105,6 +107,7 @@ def test_every_group_ends_in_one_outcome_and_training_changes_the_policy(tmp_pat
     assert len(losses) == 8 and all(math.isfinite(loss) for loss in losses)
 
 
+@pytest.mark.long
 def test_merged_lora_weights_serve_the_same_policy(tmp_path):
     trainer, _ = train(
         tmp_path, peft_config=LoraConfig(r=4, target_modules="all-linear"), lora_sync="merged", schedule="sync"
@@ -115,6 +118,7 @@ def test_merged_lora_weights_serve_the_same_policy(tmp_path):
     assert len(gaps) == 8 and max(gaps) < 1e-4  # fresh tokens: the trainer's log-probs are the engine's
 
 
+@pytest.mark.long
 def test_a_saved_adapter_loads_again(tmp_path):
     trainer, _ = train(tmp_path, peft_config=LoraConfig(r=4, target_modules="all-linear"), max_steps=2)
     trainer.save_model(str(tmp_path / "adapter"))

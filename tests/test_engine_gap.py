@@ -113,8 +113,8 @@ def test_noise_in_the_training_forward_is_not_taken_for_a_wrong_engine(model_pat
 
 def test_bfloat16_raises_no_alarm_while_the_policy_moves_far(model_path, tmp_path, caplog):
     trainer = build(
-        model_path, tmp_path, engine_dtype="bfloat16", max_steps=40, learning_rate=3.0, delivery_check_steps=1,
-        num_train_epochs=50, **BIG_BATCH,
+        model_path, tmp_path, engine_dtype="bfloat16", max_steps=40, learning_rate=1.0, max_staleness=0,
+        delivery_check_steps=1, num_train_epochs=50, **BIG_BATCH,
     )  # fmt: skip
     before = [weight.detach().clone() for weight in trainer.model.parameters()]
     with caplog.at_level(logging.WARNING, logger="trl_a3po"):

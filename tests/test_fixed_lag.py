@@ -147,6 +147,7 @@ def test_timing_changes_nothing(tmp_path, model_path, settings):
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.long
 def test_the_engines_process_samples_the_same_run_twice(tmp_path, model_path):
     """Bitwise equal: tokens, log-probs, rewards, losses, every metric but the times, and the final parameters; on one
     machine, on a CPU, with the same thread counts, slots and library versions."""
@@ -168,9 +169,8 @@ def test_evaluation_and_checkpoints_leave_the_run_as_it_is(tmp_path, model_path)
     ]
 
 
-@pytest.mark.parametrize(
-    "settings, taken_before", [pytest.param({}, 3, marks=pytest.mark.long), ({"num_iterations": 2}, 2)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("settings, taken_before", [({}, 3), ({"num_iterations": 2}, 2)])
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, model_path, settings, taken_before):
     """With two iterations it goes on in the middle of a batch."""
     settings = {"reward_seed": None, **settings}

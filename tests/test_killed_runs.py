@@ -86,6 +86,7 @@ def check_killed_run(folder, *, kills, steps, seed):
     assert [line["version"] for line in told if line["kind"] == "step"] == list(range(1, steps + 1))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_run_killed_twice_trains_every_prompt_of_each_epoch_once(tmp_path):
     check_killed_run(tmp_path, kills=2, steps=24, seed=0)

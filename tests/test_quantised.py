@@ -68,6 +68,7 @@ def test_an_adapter_on_four_bits_trains_asynchronously_and_the_engine_follows(mo
     assert max(logged(trainer, "a3po/staleness/max")) == 2
 
 
+@pytest.mark.long
 def test_a_resumed_run_trains_the_adapter_in_the_same_dtype(model_path, tmp_path):
     def trained(resume=None):
         trainer = build(
@@ -83,6 +84,7 @@ def test_a_resumed_run_trains_the_adapter_in_the_same_dtype(model_path, tmp_path
     assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
 
 
+@pytest.mark.long
 def test_a_trained_output_layer_is_checked_in_the_dtype_it_is_trained_in(model_path, tmp_path):
     config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     trainer = build(

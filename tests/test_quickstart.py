@@ -23,6 +23,7 @@ def run_quickstart(folder: Path, *arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_quickstart_trains_the_real_model_and_shows_it(tmp_path):
     printed = run_quickstart(tmp_path, "--steps", "4")

@@ -99,11 +99,11 @@ def assert_same_run(found, expected):
     "settings",
     [
         {},
-        {"num_iterations": 2},
-        {"steps_per_generation": 4},
+        pytest.param({"num_iterations": 2}, marks=pytest.mark.long),
+        pytest.param({"steps_per_generation": 4}, marks=pytest.mark.long),
         {"steps_per_generation": 3},  # batches begin inside an optimizer step
-        {"steps_per_generation": 1},
-        {"weight_sync_steps": 2, "num_iterations": 2},
+        pytest.param({"steps_per_generation": 1}, marks=pytest.mark.long),
+        pytest.param({"weight_sync_steps": 2, "num_iterations": 2}, marks=pytest.mark.long),
         {"num_iterations": 2, "beta": 0.04, "proximal_method": "recompute"},
     ],
     ids=str,

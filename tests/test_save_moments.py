@@ -16,8 +16,14 @@ SETTINGS = {
     "gradient_accumulation_steps": 2, "num_iterations": 3, "max_steps": STEPS, "eval_strategy": "steps",
     "eval_steps": 1, "per_device_eval_batch_size": 4,
 }  # fmt: skip
-BY_CONTROL = ("on_step_begin", "on_substep_end", "on_optimizer_step", "on_step_end", "on_log", "on_evaluate")
-BY_HAND = ("on_step_begin", "on_step_end", "on_log", "on_evaluate")
+LONG = ("on_optimizer_step", "on_log", "on_evaluate")
+BY_CONTROL = (
+    "on_step_begin",
+    "on_substep_end",
+    "on_step_end",
+    *(pytest.param(event, marks=pytest.mark.long) for event in LONG),
+)
+BY_HAND = ("on_step_begin", "on_step_end", *(pytest.param(event, marks=pytest.mark.long) for event in LONG[1:]))
 REFUSED = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 
 

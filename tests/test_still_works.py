@@ -646,6 +646,7 @@ def test_ctrl_c_while_a_reward_function_is_at_work_begins_no_other_one(model_pat
     assert judged == [] and background() == []
 
 
+@pytest.mark.long
 def test_ctrl_c_with_the_engines_process_and_again(model_path, tmp_path, background):
     """With the engine's own process: a second run in the same trainer begins with the weights of that moment."""
     trainer = build(

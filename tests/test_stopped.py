@@ -45,11 +45,13 @@ def train_stopped(pid, model, folder, **settings):
     return trainer
 
 
+@pytest.mark.long
 def test_a_stop_of_the_trainer_does_not_end_the_run(model_path, tmp_path):
     trainer = train_stopped(lambda trainer: os.getpid(), model_path, tmp_path)
     assert logged(trainer, "a3po/time/wait")[1] > STOPPED - 1
 
 
+@pytest.mark.long
 def test_a_stop_of_a_reward_worker_does_not_end_the_run(model_path, tmp_path, caplog):
     def worker(trainer):
         (idle,) = trainer._session._scorer._idle

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+KINDS = ("awaited", "process", "filter", "evaluation", "callback", "transform")
 SCRIPT = Path(__file__).parent / "raising_script.py"
 
 
-@pytest.mark.parametrize("kind", ["thread", "awaited", "process", "filter", "evaluation", "callback", "transform"])
+@pytest.mark.parametrize("kind", ["thread", *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS)])
 def test_the_users_line_is_the_last_of_the_traceback(kind, model_path, tmp_path):
     run = subprocess.run(
         [sys.executable, str(SCRIPT), kind, str(model_path), str(tmp_path)],

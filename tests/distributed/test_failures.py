@@ -16,7 +16,7 @@ MODULE = "tests.distributed.failing"
 @pytest.mark.parametrize(
     ("mode", "fault", "cause"),
     [
-        ("ddp", "kill", "Signal 9|SIGKILL"),
+        pytest.param("ddp", "kill", "Signal 9|SIGKILL", marks=pytest.mark.long),
         pytest.param("ddp", "raise", "ZeroDivisionError: a callback of process 1", marks=pytest.mark.long),
         pytest.param("ddp", "starve", "RewardError|StallError", marks=pytest.mark.long),
         pytest.param("zero3", "raise", "ZeroDivisionError: a callback of process 1", marks=pytest.mark.long),

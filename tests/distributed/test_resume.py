@@ -9,7 +9,7 @@ from tests.distributed import runs
 from tests.distributed.launch import launch
 from tests.tiny import save_tiny_model
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,6 @@ def test_one_process_cannot_go_on_in_the_middle_of_a_batch_that_two_shared(folde
         trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-1"))
 
 
-@pytest.mark.long
 def test_between_batches_another_number_of_processes_goes_on(tmp_path):
     """Two train two steps, one the third, and two again the fourth: as if two had trained all of them."""
     save_tiny_model(tmp_path / "model")

@@ -106,10 +106,12 @@ def reports(tmp_path_factory) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.long
 def test_a_correct_script_passes(reports):
     assert reports["a correct script"] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mypy_finds(mistake, reports):
     _, code, named = MISTAKES[mistake]

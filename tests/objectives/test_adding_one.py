@@ -149,6 +149,7 @@ def test_a_file_and_a_row_add_an_objective(copy):
     assert len(result["logged"]) == 2
 
 
+@pytest.mark.long
 def test_the_tests_hold_an_objective_that_was_added(copy):
     done_in(copy, "docs/hooks.py")
     done_in(copy, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *TESTS)

@@ -60,6 +60,7 @@ def test_without_staleness_rows_are_read_when_grpo_reads_them(model_path, tmp_pa
     assert stages_seen(A3POTrainer, model_path, tmp_path, **settings) == expected
 
 
+@pytest.mark.long
 def test_reads_do_not_depend_on_the_delivery_check_the_epoch_or_workers_of_the_dataloader(model_path, tmp_path):
     settings = {"gradient_accumulation_steps": 1, "max_steps": 8}
     expected = stages_seen(ScriptedGRPOTrainer, model_path, tmp_path, **settings)

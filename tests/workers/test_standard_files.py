@@ -35,7 +35,8 @@ def test_files_stay_out_of_the_places_of_standard_files(closed):
     assert result.returncode == 0
 
 
-@pytest.mark.parametrize("closed", ["<&-", pytest.param("<&- >&- 2>&-", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
 def test_a_run_without_standard_files_trains(model_path, tmp_path, closed):
     command = f'exec "$0" -c "$1" "$2" "$3" {closed}'
     subprocess.run(
