@@ -71,6 +71,7 @@ IN_A_RUN = {  # as above, of settings that show only in a run
     "packed_forward": ("auto", "off", {}),
     "shared_prompt": ("auto", "off", {}),
     "log_all_metrics": (False, True, {}),
+    "kept_rollouts": (0, 100, {}),
 }
 OF_AN_OBJECTIVE = {  # setting -> the objective it belongs to
     setting: objective
@@ -198,7 +199,7 @@ def test_a_setting_changes_a_run(setting, model_path, tmp_path):
         names = {name for entry in trainer.state.log_history for name in entry if name.startswith("a3po/")}
         logged = {name for name in names if not re.match(r"a3po/d\d", name)}  # which staleness occurs, timing decides
         forward = trainer._training_forward.description(trainer.model)
-        return forward, trainer.state.global_step, trainer.args.engine.published, logged
+        return forward, trainer.state.global_step, trainer.args.engine.published, logged, trainer._rollout_log.share
 
     one, other, others = IN_A_RUN[setting]
     assert observed(one) == observed(one)

@@ -77,6 +77,7 @@ from trl_a3po.report.at_a_glance import LogEvent
 from trl_a3po.report.completions_table import completion_columns
 from trl_a3po.report.loss_metrics import LossMetrics
 from trl_a3po.report.progress import restart_clocks
+from trl_a3po.report.rollout_log import RolloutLog, RolloutLogCallback, kept_share
 from trl_a3po.report.run_timeline import TimelineCallback
 from trl_a3po.report.take_metrics import TakeMetrics, add_seconds
 from trl_a3po.report.trainer_plan import trainer_plan
@@ -212,6 +213,12 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self.add_callback(TimelineCallback(lambda: None if self._session is None else self._session.timeline))
         self._termination = Termination(self._team.any, lambda: self._saves_checkpoints)
         self.add_callback(self._termination)
+        self._rollout_log = RolloutLog(self._tokenizer, self.reward_func_names)
+        self.add_callback(
+            RolloutLogCallback(
+                self._rollout_log, self._team, lambda: None if self._session is None else self._session.rollouts
+            )
+        )
         self._loss_metrics = LossMetrics(caches_are_kept=args.kv_on_publish != "recompute")
         normalizes = args.schedule == "periodic" and args.loss_type in STEP_NORMALIZED_LOSS_TYPES
         self._normalizer = StepNormalizer(args.steps_per_generation) if normalizes else None
@@ -424,6 +431,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             self._session = Session(self, policy, self._resumed)
 
         self._running = True
+        self._rollout_log.begin_run(kept_share(self.args, self.state.max_steps))
         self._take_metrics = TakeMetrics(is_vllm=self.args.engine == "vllm")
         self._team.run_on_main(start)
 
@@ -454,6 +462,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             self._take_metrics.add(metrics, self._main_session, groups, waited, first=first)
         if first:
             batch.row_weights.clear()
+            self._rollout_log.begin_batch()
         rows = balanced_rows(groups, self._team.size, self.model.config.get_text_config().hidden_size)
         batch.rows = rank_share(rows, self._team.rank, self._team.size)
         return [example_of(row) for row in batch.rows]
@@ -559,7 +568,9 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             for column, func in enumerate(self.reward_funcs)
         ]
         with temporarily(self, reward_funcs=replayed):
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._current_batch.rewards = rewards[len(rows) * self._team.rank :][: len(rows)].tolist()
+        return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self._running:
@@ -586,9 +597,11 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             batch["compared_logps"] = batch.pop("old_per_token_logps")
         number_of_rows, length = batch["completion_ids"].shape
         device = batch["completion_ids"].device
-        if self.log_completions and self.model.training:
-            first = (self._current_batch.take_number * self._team.size + self._team.rank) * number_of_rows
-            batch["log_row"] = torch.arange(first, first + number_of_rows, device=device)
+        if self.model.training and (self.log_completions or self._rollout_log.share):
+            first = (current.take_number * self._team.size + self._team.rank) * number_of_rows
+            places = range(first, first + number_of_rows)
+            batch["log_row"] = torch.tensor(places, device=device)
+            self._rollout_log.taken(rows, places, current.rewards, batch, self.state.global_step)
         batch["behavior_versions"] = behavior_versions(rows, length).to(device)
         batch["staleness"] = token_staleness(batch["behavior_versions"], self.state.global_step)
         return batch
@@ -650,11 +663,13 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         inputs, self._loss_inputs = self._loss_inputs, None
         if inputs is not None:
             inputs.ready()
-            self._apply_objective(outputs[0], inputs)
+            policy_logps, entropies = outputs[:2]
+            assert entropies is not None, "TRL's loss asks for entropies"
+            self._apply_objective(policy_logps, entropies, inputs)
             inputs.read.clear()
         return outputs
 
-    def _apply_objective(self, policy_logps: torch.Tensor, inputs: LossInputs) -> None:
+    def _apply_objective(self, policy_logps: torch.Tensor, entropies: torch.Tensor, inputs: LossInputs) -> None:
         """Put the anchor and the weighted advantages into `inputs`, with which TRL's loss is the objective's."""
         advantages, version = inputs["advantages"], self.state.global_step
         epsilons = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
@@ -669,12 +684,15 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             **epsilons,
         )
         inputs["old_per_token_logps"], inputs["advantages"] = anchor, per_token(advantages) * weight
-        if "log_row" in inputs:
+        if "log_row" in inputs and self.log_completions:
             self._current_batch.row_weights.add(inputs["log_row"], weight, trained_mask(inputs))
         if not self.model.training:
             return
+        if "log_row" in inputs:
+            tokens = {"policy_logps": policy_logps, "weights": per_token(weight), "entropies": entropies}
+            self._rollout_log.trained(inputs["log_row"], version, **tokens)
         taken_at = int((inputs["behavior_versions"] + inputs["staleness"]).max())
-        self._loss_metrics.add(stats, policy_logps, inputs, version)
+        self._loss_metrics.add(stats, policy_logps, entropies, inputs, version)
         if "compared_logps" in inputs:
             minibatch = "first" if taken_at == version else "later"
             self._loss_metrics.compare(minibatch, policy_logps, anchor, advantages, inputs, **epsilons)

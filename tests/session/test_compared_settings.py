@@ -35,7 +35,7 @@ DECIDE_NOTHING_SAVED = {
         delivery_check_steps max_engine_gap dry_run""",
     "how the model is loaded": "model_init_kwargs trust_remote_code",
     "evaluation": "num_generations_eval",
-    "logs": """log_all_metrics log_completions log_completions_hub_repo log_multimodal log_unique_prompts
+    "logs": """kept_rollouts log_all_metrics log_completions log_completions_hub_repo log_multimodal log_unique_prompts
         num_completions_to_print""",
 }
 

@@ -57,6 +57,7 @@ READ_BY_EACH_TRAINING = (
     "drop_zero_variance_groups",
     "max_rejected_groups_in_a_row",
     "stall_timeout",
+    "kept_rollouts",
     "proximal_method",
     "fresh_proximal",
     "seed",

@@ -311,6 +311,14 @@ class LogSettings:
             "report_to, which get every metric in any case."
         },
     )
+    kept_rollouts: CountOrZero = field(
+        default=1000,
+        metadata={
+            "help": "How many of the run's rollouts are written to rollouts.jsonl in output_dir, with the text, the "
+            "version and the log-probs of each token, for `trl-a3po report`. They are whole groups, spread evenly "
+            "over the run. 0 keeps none."
+        },
+    )
 
 
 GROUPS: dict[str, tuple[type, ...]] = {

@@ -236,6 +236,18 @@ class ScaleStats(Tally):
         return metrics
 
 
+class EntropyStats(Tally):
+    """Per token: the entropy of the policy in training, in nats. Everything else by staleness is the objective's."""
+
+    _known: ClassVar[frozenset[str] | None] = frozenset({"entropy"})
+
+    def metrics(self) -> dict[str, float]:
+        return {name: value for name, value in super().metrics().items() if name.endswith("/entropy")}
+
+    def _summary(self, column: int) -> dict[str, float]:
+        return {"entropy": self._column(column).mean("entropy")}
+
+
 @dataclass(frozen=True)
 class _Column:
     count: float

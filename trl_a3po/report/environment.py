@@ -36,9 +36,14 @@ def environment() -> str:
         ("torch threads", str(torch.get_num_threads())),
         ("torch CUDA", torch.version.cuda or "none"),
         *_devices(),
-        *((name, _version(name)) for name in PACKAGES),
+        *package_versions().items(),
     ]
     return "\n".join(f"{name}: {value}" for name, value in facts)
+
+
+def package_versions() -> dict[str, str]:
+    """The version of each package that matters to a run."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def _cores() -> int:

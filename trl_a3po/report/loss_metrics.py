@@ -11,7 +11,7 @@ import torch
 
 from trl_a3po.distributed.team import Team
 from trl_a3po.objectives import ProximalComparison
-from trl_a3po.objectives.stats import Tally
+from trl_a3po.objectives.stats import EntropyStats, Tally
 from trl_a3po.report.engine_gap import EngineGap
 from trl_a3po.rollout.batch_rows import trained_mask
 
@@ -35,12 +35,20 @@ class LossMetrics:
     def empty(self) -> bool:
         return not self._tallies
 
-    def add(self, stats: Tally, policy_logps: torch.Tensor, inputs: dict[str, Any], version: int) -> None:
-        """Add a micro-batch that was trained at `version`, with the `stats` of the objective; `policy_logps` is `(B,
-        T)`."""
+    def add(
+        self,
+        stats: Tally,
+        policy_logps: torch.Tensor,
+        entropies: torch.Tensor,
+        inputs: dict[str, Any],
+        version: int,
+    ) -> None:
+        """Add a micro-batch that was trained at `version`, with the `stats` of the objective; `policy_logps` and
+        `entropies` are `(B, T)`."""
         gaps = self._gaps(policy_logps, inputs, version)
         self._batch_gap = gaps[0] if self._batch_gap is None else self._batch_gap + gaps[0]
-        tallies = [stats, *gaps]
+        entropy = EntropyStats.of({"entropy": entropies}, trained_mask(inputs).bool(), inputs["staleness"])
+        tallies = [stats, entropy, *gaps]
         self._tallies = [a + b for a, b in zip(self._tallies, tallies, strict=True)] if self._tallies else tallies
 
     def compare(

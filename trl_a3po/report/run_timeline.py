@@ -1,12 +1,16 @@
 """The timeline of a run: its first line, and a line for each optimizer step."""
 
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trl_a3po import __version__
 from trl_a3po.config import A3POConfig
+from trl_a3po.report.environment import package_versions
+from trl_a3po.report.recorded_settings import recorded_settings
 from trl_a3po.report.timeline import NAME, Timeline
 
 
@@ -21,6 +25,8 @@ def begin_timeline(args: A3POConfig, run: str | None, version: int, resumed: boo
         max_staleness=args.staleness_bound,
         groups_per_batch=args.groups_per_batch,
         num_generations=args.num_generations,
+        settings=recorded_settings(args),
+        packages={"trl-a3po": __version__, "Python": platform.python_version(), **package_versions()},
     )
 
 

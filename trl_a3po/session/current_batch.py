@@ -17,6 +17,7 @@ class CurrentBatch:
             every micro-step takes its own groups.
         has_reward: some group of the takes so far has a reward.
         compared_at: the version of the last batch in which `compare_proximal_every` had the anchors compared.
+        rewards: those of the rows that TRL has scored last, one number for each reward function.
         row_weights: the weight that the loss gave each row, for the table of completions.
     """
 
@@ -26,6 +27,7 @@ class CurrentBatch:
     take_number: int = 0
     has_reward: bool = False
     compared_at: int | None = None
+    rewards: list[list[float]] = field(default_factory=list)
     row_weights: RowWeights = field(default_factory=RowWeights)
 
     @property

@@ -1,8 +1,8 @@
 """What `push_to_hub` sends of a run's folder.
 
 Guarantees: the model, its card, the tokenizer and the `Trainer`'s own files are sent as ever. What a run writes down
-about its data stays here: the timeline, the tables of completions, logs of engines, and files of a queue.
-A checkpoint is sent whole, queue included, if `hub_strategy` asks for checkpoints.
+about its data stays here: the timeline, the kept rollouts, the tables of completions, logs of engines, and files of a
+queue. A checkpoint is sent whole, queue included, if `hub_strategy` asks for checkpoints.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,16 @@ from transformers import trainer as transformers_trainer
 
 from trl_a3po.session.temporarily import temporarily
 
-STAYS_HERE = ("timeline*.jsonl", "completions/*", "a3po_*", "*/a3po_*", ".a3po_*", "*.log", "vllm/*")
+STAYS_HERE = (
+    "timeline*.jsonl",
+    "rollouts*.jsonl",
+    "completions/*",
+    "a3po_*",
+    "*/a3po_*",
+    ".a3po_*",
+    "*.log",
+    "vllm/*",
+)
 """Patterns of files that an upload of `output_dir` leaves out."""
 
 

@@ -38,8 +38,9 @@ def _save_queue(trainer: "CheckpointHooks", folder: Path, slices: list[Slice | N
     session = trainer._session
     assert session is not None, "the main process has a session during training"
     values, tensors = encode_state(session.queue.state())
-    session.timeline.write("checkpoint", version=trainer.state.global_step)
-    session.timeline.flush()
+    for log in session.logs:
+        log.write("checkpoint", version=trainer.state.global_step)
+        log.flush()
     checkpoint.write_tensors(folder / checkpoint.GROUPS, tensors)
     checkpoint.write_json(
         folder / checkpoint.STATE,

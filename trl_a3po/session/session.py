@@ -15,8 +15,11 @@ from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.records import Group
 from trl_a3po.publish.adapter_or_merged import published_spec
 from trl_a3po.publish.delivery import NUM_PROBES, DeliveryCheck, ProbeTokens, TrainedPolicy
+from trl_a3po.report.logged_warnings import LoggedWarnings
 from trl_a3po.report.progress import progress_line
+from trl_a3po.report.rollout_log import begin_rollouts
 from trl_a3po.report.run_timeline import begin_timeline
+from trl_a3po.report.timeline import Timeline
 from trl_a3po.rewards.recorded import RecordedRewards
 from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.session.build_engine import build_engine, engine_dtype
@@ -70,6 +73,9 @@ class Session:
         self._delivery: DeliveryCheck | None = None
         self.run = new_run() if resumed is None else resumed.run
         self.timeline = begin_timeline(args, self.run, version, resumed=resumed is not None)
+        keeps = trainer._rollout_log.share > 0
+        self.rollouts = begin_rollouts(args, self.run, version, resumed=resumed is not None) if keeps else None
+        self._warnings = LoggedWarnings(self.timeline)
         first_row = 0 if resumed is None else resumed.queue.first_row
         assert trainer._train_rows is not None, "the trainer has checked it"
         prompts = PromptStream(trainer._train_rows, lambda row: tokenize_or_leave_out(trainer, row), first_row)
@@ -174,6 +180,11 @@ class Session:
         self._evaluation.end()
 
     @property
+    def logs(self) -> list[Timeline]:
+        """The files that are written line by line."""
+        return [self.timeline] if self.rollouts is None else [self.timeline, self.rollouts]
+
+    @property
     def reward_worker_failures(self) -> dict[str, int]:
         """How many groups so far had their reward worker killed at `reward_timeout` ("timeouts"), and how many had
         their worker die ("crashes")."""
@@ -186,7 +197,9 @@ class Session:
     def close(self) -> None:
         """Stop everything; idempotent."""
         with contextlib.ExitStack() as closing:  # the last one first, and every one of them
-            closing.callback(self.timeline.close)
+            for log in self.logs:
+                closing.callback(log.close)
+            closing.callback(self._warnings.close)
             closing.callback(self._scorer.close)
             closing.callback(self._cores.restore)
             closing.callback(self.engine.close)
