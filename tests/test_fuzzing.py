@@ -1,5 +1,6 @@
 """Whatever the bytes that are read, only errors that this package promises come out, soon, and without much memory."""
 
+import asyncio
 import json
 import math
 import random
@@ -24,6 +25,10 @@ from trl_a3po.cli import train as command
 from trl_a3po.engines.vllm.servers.completions import parse_prompt_score, parse_score
 from trl_a3po.engines.vllm.servers.http import AnswerFault, Call, HttpFault
 from trl_a3po.engines.vllm.servers.token_chunks import parse_answer
+from trl_a3po.episodes.chat_completions import Refused, read_messages, read_request
+from trl_a3po.episodes.endpoint import refusal
+from trl_a3po.episodes.http_connection import HTTPConnection
+from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.records import Score
 from trl_a3po.report.history import by_staleness, read_history
 from trl_a3po.report.timeline import read_timeline
@@ -226,6 +231,89 @@ def test_a_call_ends_in_an_answer_or_a_fault_whatever_the_server_sends(count):
         answers[:] = ["end"]
         socket.create_connection(server.getsockname()).close()
         thread.join(30)
+
+
+CHAT = {
+    "model": "m",
+    "messages": [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "q"}]},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "tool_call_id": "call_0", "name": "f", "content": "r"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "stop": ["!"],
+    "max_tokens": 5,
+    "temperature": 1.0,
+    "stream": False,
+    "stream_options": {"include_usage": True},
+}  # fmt: skip
+
+
+def test_a_request_for_a_chat_completion_is_read_or_refused(count):
+    body = json.dumps(CHAT).encode()
+
+    def one(noise):
+        request = read_request(damaged_json(body, noise), SamplingSettings(max_new_tokens=8))
+        for message in read_messages(request.messages, {}):
+            assert isinstance(message["content"], str)
+
+    assert fuzz(count(2000), one, Refused) > 0
+
+
+class Wire:
+    """The transport of a connection: what was written, and whether it was closed."""
+
+    def __init__(self):
+        self.written, self.closed = b"", False
+
+    def write(self, data):
+        assert not self.closed
+        self.written += data
+
+    def close(self):
+        self.closed = True
+
+    abort = close
+
+    def is_closing(self):
+        return self.closed
+
+
+def test_an_http_connection_answers_or_closes_whatever_arrives(count):
+    whole = b"".join(
+        b"%b /v1 HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer k\r\n%b\r\n%b" % request
+        for request in (
+            (b"POST", b"Content-Length: 2\r\n", b"{}"),
+            (b"HEAD", b"", b""),
+            (b"POST", b"Transfer-Encoding: chunked\r\nExpect: 100-continue\r\n", b"2\r\n{}\r\n0\r\n\r\n"),
+        )
+    )
+    asked = []
+
+    async def answer(request):
+        asked.append(request)
+        return refusal(400, "no")
+
+    async def converse(noise):
+        wire, data = Wire(), damaged(whole, noise)
+        connection = HTTPConnection(answer, refusal)
+        connection.connection_made(wire)
+        while data and not wire.closed:
+            size = noise.randint(1, 200)
+            connection.data_received(data[:size])
+            data = data[size:]
+            await asyncio.sleep(0)
+        connection.connection_lost(None)
+        await asyncio.sleep(0)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not others, "an answer is under way"
+        assert wire.written == b"" or wire.written.startswith(b"HTTP/1.1 ")
+
+    with asyncio.Runner() as runner:
+        fuzz(count(1000), lambda noise: runner.run(converse(noise)), ())
+    assert len(asked) > 500
 
 
 def test_a_recipe_is_read_or_refused_in_a_sentence(tmp_path, monkeypatch, count):

@@ -131,7 +131,7 @@ class Parts:
         engine = build_engine.build_engine(args, torch.device("cpu"))
         scorer = build_scorer.build_scorer(trainer, None)
         build_queue.build_queue(trainer, engine, None, scorer, SimpleNamespace(attempt=None), None)
-        build_episodes.build_episodes(trainer, engine)
+        build_episodes.build_episodes(trainer, engine, None)
         return list(self.made)
 
 

@@ -12,7 +12,7 @@ from trl_a3po.episodes.environments import EnvironmentPool
 from trl_a3po.episodes.runner import EpisodeRunner
 from trl_a3po.episodes.templates import ChatTemplates
 from trl_a3po.episodes.tools import ToolRollout
-from trl_a3po.protocol.engine import EngineStats, GroupFailed, GroupFinished, GroupRequest
+from trl_a3po.protocol.engine import EngineStats, GroupFailed, GroupFinished, GroupRequest, SamplingSettings
 from trl_a3po.protocol.records import Rollout
 
 TIMEOUT = 60.0
@@ -81,6 +81,7 @@ def templates(**options) -> ChatTemplates:
 
 def runner_of(play, engine, **options) -> EpisodeRunner:
     options = {"reward_name": "play", "templates": templates(), "max_completion_length": 400, **options}
+    options.setdefault("sampling", SamplingSettings(max_new_tokens=options["max_completion_length"]))
     return EpisodeRunner(engine, play, **options)
 
 

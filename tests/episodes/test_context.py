@@ -22,4 +22,4 @@ def test_an_episode_fits_into_the_context_of_the_engine(monkeypatch, tmp_path, s
         max_completion_length=args.max_completion_length,
         model=SimpleNamespace(config=tiny_config(max_position_embeddings=64)),
     )
-    assert build_episodes._runner(trainer, None, None, None)["context"] == context
+    assert build_episodes._runner(trainer, None, None, None, None)["context"] == context

@@ -24,13 +24,16 @@ Episodes are played at the same time, all of them in one thread, with one event 
 
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trl_a3po.episodes.templates import ChatTemplates, Message
 from trl_a3po.protocol.engine import GroupRequest
 from trl_a3po.protocol.records import EpisodeEnd, EpisodeRecord, Rollout
+
+if TYPE_CHECKING:
+    from trl_a3po.episodes.endpoint import Endpoint
 
 Reward = float | Mapping[str, float | None] | None
 
@@ -63,6 +66,11 @@ class Turn:
         return list(self.message.get("tool_calls") or ())
 
 
+def full_turn() -> Turn:
+    """A turn for which the completion has no room."""
+    return Turn([], [], [], "full", {"role": "assistant", "content": ""})
+
+
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
     """How an episode ended, for rollout functions that return more than a reward.
@@ -83,6 +91,7 @@ class EpisodeResult:
 
 
 Sampler = Callable[["Episode", GroupRequest], Awaitable[Rollout]]
+OpenEndpoint = Callable[["Episode"], "AbstractAsyncContextManager[Endpoint]"]
 
 
 class Episode:
@@ -109,6 +118,7 @@ class Episode:
         max_completion_length: int,
         context: int | None,
         sampler: Sampler,
+        open_endpoint: OpenEndpoint,
     ):
         assert request.row is not None, "requests of episodes hold their rows"
         self.row = dict(request.row)
@@ -130,6 +140,7 @@ class Episode:
         self._longest = max_completion_length
         self._context = context
         self._sampler = sampler
+        self._open_endpoint = open_endpoint
         self._tools: list[Any] = templates.tools
         self._first_turn = 0
         self._full = self._is_sampling = False
@@ -216,10 +227,25 @@ class Episode:
         try:
             if not self._added(context, tools) or self.tokens_left < 1:
                 self._full = True
-                return Turn([], [], [], "full", {"role": "assistant", "content": ""})
+                return full_turn()
             return await self._turn(stop, max_new_tokens)
         finally:
             self._is_sampling = False
+
+    def endpoint(self) -> "AbstractAsyncContextManager[Endpoint]":
+        """An OpenAI-compatible endpoint that samples from this episode, for an agent that is written with the
+        `openai` client, or in another process of this machine:
+
+        ```python
+        async with episode.endpoint() as endpoint:
+            client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+            await agent(client, episode.row["question"])
+        ```
+
+        It is open until the block ends. The messages of each request follow the rule of `sample`. If a request was
+        refused, or the engine could not answer it, the end of the block raises the reason.
+        """
+        return self._open_endpoint(self)
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:

@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trl_a3po.episodes.endpoint import Endpoints
 from trl_a3po.episodes.episode import Episode, EpisodeResult, RolloutFunction
 from trl_a3po.episodes.templates import ChatTemplates
 from trl_a3po.episodes.turn_requests import TurnRequests
@@ -71,6 +72,7 @@ class EpisodeRunner:
         reward_name: the column of a reward that is a number.
         templates: renders prompts and turns. Only the runner's thread uses it.
         max_completion_length: most tokens of a completion, those of tools included.
+        sampling: how the engine samples, for the endpoints of episodes.
         context: most tokens of prompt and completion; `None` for no limit.
         episode_timeout: seconds that one episode may take; `None` for no limit.
         dropped: called, in the runner's thread, with the keys of the episodes of a group that failed or was cancelled.
@@ -85,6 +87,7 @@ class EpisodeRunner:
         reward_name: str,
         templates: ChatTemplates,
         max_completion_length: int,
+        sampling: SamplingSettings,
         context: int | None = None,
         episode_timeout: float | None = None,
         dropped: Callable[[Sequence[int]], None] = lambda keys: None,
@@ -99,6 +102,7 @@ class EpisodeRunner:
         self._timeout = episode_timeout
         self._dropped = dropped
         self._closing = closing
+        self._endpoints = Endpoints(sampling)
         self._turns = TurnRequests(self._submit_turns, self._cancel_turn)
         self._groups: dict[int, PlayedGroup] = {}  # of the runner's thread
         self._keys = itertools.count()
@@ -306,6 +310,7 @@ class EpisodeRunner:
             max_completion_length=self._longest,
             context=self._context,
             sampler=self._sample,
+            open_endpoint=self._endpoints.open,
         )
 
     async def _sample(self, episode: Episode, request: GroupRequest) -> Rollout:
@@ -350,6 +355,7 @@ class EpisodeRunner:
         if others:
             await asyncio.wait(others, timeout=2 * CANCEL_TIMEOUT)
         try:
+            await self._endpoints.close()
             await self._closing()
         finally:
             self._loop.stop()

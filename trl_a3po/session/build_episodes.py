@@ -15,7 +15,7 @@ from trl_a3po.episodes.episode import RolloutFunction
 from trl_a3po.episodes.runner import EpisodeRunner
 from trl_a3po.episodes.templates import ChatTemplates
 from trl_a3po.episodes.tools import ToolRollout
-from trl_a3po.protocol.engine import Engine
+from trl_a3po.protocol.engine import Engine, SamplingSettings
 from trl_a3po.protocol.records import Group
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ def runs_episodes(trainer: "CheckpointHooks") -> bool:
     return bool(trainer.tools or trainer.environment_factories or trainer.rollout)
 
 
-def build_episodes(trainer: "A3POTrainer", engine: Engine) -> Episodes | None:
+def build_episodes(trainer: "A3POTrainer", engine: Engine, sampling: SamplingSettings) -> Episodes | None:
     """The episodes of the trainer's run; `None` if its rollouts have one turn."""
     if not runs_episodes(trainer):
         return None
     args = trainer.args
     if trainer.rollout is not None:
         templates = _templates_of_rollout_function(trainer)
-        return Episodes(_runner(trainer, engine, trainer.rollout, templates), None)
+        return Episodes(_runner(trainer, engine, sampling, trainer.rollout, templates), None)
     templates = ChatTemplates(
         trainer.processing_class,
         chat_template=trainer.chat_template,
@@ -80,7 +80,7 @@ def build_episodes(trainer: "A3POTrainer", engine: Engine) -> Episodes | None:
         max_iterations=args.max_tool_calling_iterations,
         tool_timeout=args.tool_timeout,
     )
-    return Episodes(_runner(trainer, engine, tools, templates, tools), tools)
+    return Episodes(_runner(trainer, engine, sampling, tools, templates, tools), tools)
 
 
 def remove_close_from_tools(trainer: "CheckpointHooks") -> None:
@@ -102,6 +102,7 @@ def remove_close_from_tools(trainer: "CheckpointHooks") -> None:
 def _runner(
     trainer: "A3POTrainer",
     engine: Engine,
+    sampling: SamplingSettings,
     play: RolloutFunction,
     templates: ChatTemplates,
     tools: ToolRollout | None = None,
@@ -113,6 +114,7 @@ def _runner(
         reward_name=trainer.reward_func_names[-1],
         templates=templates,
         max_completion_length=trainer.max_completion_length,
+        sampling=sampling,
         context=context_of(trainer.args, trainer.model.config.get_text_config()),
         episode_timeout=trainer.args.episode_timeout,
         **hooks,  # type: ignore[arg-type]  # two hooks of different types

@@ -61,7 +61,7 @@ class Session:
         self._states = PublishedStates(trainer)
         running = RunningClock()
         self.engine = build_engine(args, trainer.accelerator.device)
-        self._episodes = build_episodes(trainer, self.engine)
+        self._episodes = build_episodes(trainer, self.engine, self._sampling)
         self._scorer = build_scorer(trainer, self._states, self._environments, running)
         self._rewards = RecordedRewards(self._scorer, recorded_columns(trainer), self._scored)
         # With a fixed lag, every batch has its own publish.
