@@ -210,15 +210,14 @@ def _message(given: Mapping[str, Any], names: Mapping[str, str], where: str) -> 
 
 
 def _text(given: Mapping[str, Any], where: str) -> str:
-    content = given.get("content")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        content = "".join(part for part in parts if isinstance(part, str)) if None not in parts else parts
-    if content is not None and not isinstance(content, str):
-        raise Refused(f"{where}.content is no text, and the policy reads text only.")
-    return content or ""
+    class Part(msgspec.Struct, tag_field="type", tag="text"):
+        text: str
+
+    try:
+        content = msgspec.convert(given.get("content"), str | list[Part] | None)
+    except msgspec.ValidationError:
+        raise Refused(f"{where}.content is no text, and the policy reads text only.") from None
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
 def _calls(given: Any, where: str) -> list[dict[str, Any]]:
