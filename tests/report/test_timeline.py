@@ -100,6 +100,23 @@ def test_what_lasts_ends_after_it_began_and_waits_lie_inside_their_step(trained)
         assert step["began"] <= line["began"] <= line["ended"] <= step["ended"]
 
 
+def test_a_take_says_what_queue_and_engine_held(trained):
+    takes = lines(trained, "take")
+    for take in takes:
+        assert 0 <= take["sampling"] + take["scoring"] + take["ready"] <= take["capacity"]
+    for total in ("blocked", "tokens", "busy"):
+        assert takes[0][total] <= takes[-1][total]
+    assert takes[-1]["tokens"] == trained.args.engine.stats().tokens > takes[0]["tokens"] > 0
+    assert takes[-1]["blocked"] > 0.0
+
+
+def test_the_start_says_what_a_reader_needs_to_know_of_the_settings(trained):
+    (start,) = lines(trained, "start")
+    settings = {"groups_per_batch": 2, "num_generations": 4, "max_staleness": 2, "max_steps": 8, "reward_workers": 0}
+    assert {name: start[name] for name in settings} == settings
+    assert (start["engine"], start["engine_slots"]) == ("LosesSome", None)
+
+
 def test_generation_overlaps_training(trained):
     """While a batch is trained, groups of later ones are already submitted."""
     groups = [line for line in lines(trained, "group") if line["taken_version"] is not None]

@@ -1,4 +1,5 @@
-"""The timeline of a run: its first line, and a line for each optimizer step."""
+"""The timeline of a run: its first line, a line for each optimizer step, and what the line of a take says of queue and
+engine."""
 
 import platform
 from collections.abc import Callable
@@ -9,13 +10,21 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from trl_a3po import __version__
 from trl_a3po.config import A3POConfig
+from trl_a3po.protocol.engine import EngineStats
 from trl_a3po.report.environment import package_versions
 from trl_a3po.report.recorded_settings import recorded_settings
 from trl_a3po.report.timeline import NAME, Timeline
+from trl_a3po.rollout.wait_reasons import QueueStatus
 
 
-def begin_timeline(args: A3POConfig, run: str | None, version: int, resumed: bool) -> Timeline:
-    """The timeline of `run`, which starts, or is resumed, at `version`."""
+def begin_timeline(
+    args: A3POConfig, run: str | None, version: int, resumed: bool, *, slots: int | None, max_steps: int
+) -> Timeline:
+    """The timeline of `run`, which starts, or is resumed, at `version`, and ends after `max_steps`.
+
+    Args:
+        slots: completions that the engine decodes at a time, `None` where only the engine knows.
+    """
     return Timeline(
         Path(args.output_dir or ".") / NAME,
         run=run,
@@ -25,9 +34,31 @@ def begin_timeline(args: A3POConfig, run: str | None, version: int, resumed: boo
         max_staleness=args.staleness_bound,
         groups_per_batch=args.groups_per_batch,
         num_generations=args.num_generations,
+        engine_slots=slots,
+        max_steps=max_steps,
         settings=recorded_settings(args),
         packages={"trl-a3po": __version__, "Python": platform.python_version(), **package_versions()},
     )
+
+
+def facts_of_take(found: QueueStatus, left: QueueStatus, engine: EngineStats) -> dict[str, Any]:
+    """What the line of a take says beside its times.
+
+    Args:
+        found: the queue when the take began.
+        left: the queue when the take ended.
+        engine: the engine's counters then.
+    """
+    return {
+        "sampling": found.in_engine,
+        "scoring": found.waiting_for_reward,
+        "ready": found.ready,
+        "capacity": found.capacity,
+        "blocked": left.staleness_blocked_seconds,
+        "tokens": engine.tokens,
+        "busy": engine.busy_seconds,
+        "restarts": engine.restarts,
+    }
 
 
 class TimelineCallback(TrainerCallback):

@@ -12,7 +12,10 @@ All times are in seconds since 1970; missing numbers are `null`. The kinds of li
 - `group`: an attempt at a prompt ended (see `trl_a3po.rollout.outcomes.AttemptRecord`);
 - `engine_start`, `publish`, `take`, `evaluation`, `step`: from `began` to `ended`, at `version` (for a step, the
   version that it produced). A take lasts as long as the trainer waits; the time of a step outside of the other lines
-  is training;
+  is training. A take also says how many groups were in the engine (`sampling`), waited for their reward
+  (`scoring`) or were `ready` when it began, and how many
+  `capacity` admitted; and, as totals of the process when it ended, the seconds that `max_staleness` had `blocked`
+  submission, the engine's `tokens` and `busy` seconds, and the `restarts` of its worker;
 - `log`: `logged` holds every metric that was logged, under the names of the Trainer's `log_history`;
 - `warning`: the `text` of a warning of this package;
 - `checkpoint`: the checkpoint of `version` is being saved; `end`: training stopped.

@@ -44,6 +44,12 @@ def engine_slots(args: A3POConfig) -> int:
     return args.engine_slots or min(args.generation_batch_size, MOST_SLOTS * max(1, len(args.engine_devices)))
 
 
+def known_slots(args: A3POConfig) -> int | None:
+    """As `engine_slots`; `None` where the setting says nothing, because the engine was started elsewhere."""
+    elsewhere = not isinstance(args.engine, str) or args.vllm_server_urls
+    return args.engine_slots if elsewhere else engine_slots(args)
+
+
 def groups_in_engine(args: A3POConfig) -> int | None:
     """How many groups are submitted to the engine at a time: as many as fill its slots, and two more to refill them at
     once. The other groups are submitted later, under newer weights, which leaves room to overtake a slow group. `None`

@@ -18,11 +18,11 @@ from trl_a3po.publish.delivery import NUM_PROBES, DeliveryCheck, ProbeTokens, Tr
 from trl_a3po.report.logged_warnings import LoggedWarnings
 from trl_a3po.report.progress import progress_line
 from trl_a3po.report.rollout_log import begin_rollouts
-from trl_a3po.report.run_timeline import begin_timeline
+from trl_a3po.report.run_timeline import begin_timeline, facts_of_take
 from trl_a3po.report.timeline import Timeline
 from trl_a3po.rewards.recorded import RecordedRewards
 from trl_a3po.rollout.prompt_stream import PromptStream
-from trl_a3po.session.build_engine import build_engine, engine_dtype
+from trl_a3po.session.build_engine import build_engine, engine_dtype, known_slots
 from trl_a3po.session.build_episodes import build_episodes
 from trl_a3po.session.build_queue import build_queue
 from trl_a3po.session.build_scorer import PublishedStates, build_scorer, recorded_columns
@@ -72,7 +72,14 @@ class Session:
         self.evaluation_noise = FIRST_NOISE_KEY
         self._delivery: DeliveryCheck | None = None
         self.run = new_run() if resumed is None else resumed.run
-        self.timeline = begin_timeline(args, self.run, version, resumed=resumed is not None)
+        self.timeline = begin_timeline(
+            args,
+            self.run,
+            version,
+            resumed=resumed is not None,
+            slots=known_slots(args),
+            max_steps=trainer.state.max_steps,
+        )
         keeps = trainer._rollout_log.share > 0
         self.rollouts = begin_rollouts(args, self.run, version, resumed=resumed is not None) if keeps else None
         self._warnings = LoggedWarnings(self.timeline)
@@ -138,8 +145,12 @@ class Session:
     def take(self, version: int) -> list[Group]:
         """The next groups, to be trained at policy version `version`. It raises what the queue's `take` raises."""
         check_unchanged(self._sampling, self._current_sampling())
-        with self._termination.may_interrupt(), self.timeline.span("take", version=version):
-            return self.queue.take(version)
+        found, began = self.queue.status(), self.timeline.now()
+        with self._termination.may_interrupt():
+            groups = self.queue.take(version)
+        facts = facts_of_take(found, self.queue.status(), self.engine.stats())
+        self.timeline.lasted("take", began, version=version, **facts)
+        return groups
 
     def evaluate(self, trainer: "A3POTrainer", rows: list[dict[str, Any]]) -> list[Group]:
         """Sample and score an evaluation batch from the policy as it is now, while the rollouts of training continue.
