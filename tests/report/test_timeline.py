@@ -112,9 +112,9 @@ def test_a_take_says_what_queue_and_engine_held(trained):
 
 def test_the_start_says_what_a_reader_needs_to_know_of_the_settings(trained):
     (start,) = lines(trained, "start")
-    settings = {"groups_per_batch": 2, "num_generations": 4, "max_staleness": 2, "max_steps": 8, "reward_workers": 0}
+    settings = {"groups_per_batch": 2, "num_generations": 4, "max_staleness": 2, "max_steps": 8}
     assert {name: start[name] for name in settings} == settings
-    assert (start["engine"], start["engine_slots"]) == ("LosesSome", None)
+    assert start["engine_slots"] is None
 
 
 def test_generation_overlaps_training(trained):

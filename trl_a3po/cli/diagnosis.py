@@ -14,9 +14,10 @@ from typing import Any
 import trl_a3po.errors
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.report.timeline import NAME, read_timeline
+from trl_a3po.report.verdict import verdict_of
 
 ERRORS = {name: kind for name, kind in vars(trl_a3po.errors).items() if isinstance(kind, type)}
-MOSTLY = 0.5  # share of a time or of a number, above which it is named
+MOSTLY = 0.5  # share of a number, above which it is named
 
 
 def diagnose(path: Path) -> list[str]:
@@ -56,7 +57,7 @@ def _of_text(text: str) -> Iterator[str]:
 
 
 def _of_timeline(lines: list[dict[str, Any]]) -> Iterator[str]:
-    kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("step", "take", "group", "log")}
+    kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("step", "group", "log")}
     steps = len(kinds["step"])
     if lines and lines[-1]["kind"] != "end":
         yield (
@@ -66,7 +67,8 @@ def _of_timeline(lines: list[dict[str, Any]]) -> Iterator[str]:
     if not steps:
         yield "PROBLEM: the run ended before its first optimizer step: the error is in what it printed."
     yield from _of_groups(kinds["group"])
-    yield from _of_waits(kinds["step"], kinds["take"], kinds["group"])
+    if (verdict := verdict_of(lines)) is not None:
+        yield verdict.sentence
     yield from _of_logs([line["logged"] for line in kinds["log"] if line.get("logged")])
 
 
@@ -80,21 +82,6 @@ def _of_groups(groups: list[dict[str, Any]]) -> Iterator[str]:
         if sum(of_kind.values()) > MOSTLY * len(groups):
             worst = max(of_kind, key=of_kind.__getitem__)
             yield f"PROBLEM: {sum(of_kind.values())} of {len(groups)} attempts were {worst}: {advice}."
-
-
-def _of_waits(steps: list[dict[str, Any]], takes: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Iterator[str]:
-    whole, waited = _seconds(steps, "began", "ended"), _seconds(takes, "began", "ended")
-    if not whole or waited < MOSTLY * whole:
-        return
-    sampling, scoring = _seconds(groups, "submitted", "finished"), _seconds(groups, "finished", "scored")
-    if scoring > sampling:
-        advice = "most of a group's time goes into rewards: set reward_workers, or make the reward functions faster"
-    else:
-        advice = (
-            "most of a group's time goes into sampling: raise max_staleness, give the engine a device of its own "
-            "(engine_device), or use engine='vllm'"
-        )
-    yield f"WARNING: the trainer waited for rollouts in {waited / whole:.0%} of its time; {advice}."
 
 
 def _of_logs(logs: list[dict[str, Any]]) -> Iterator[str]:
@@ -119,7 +106,3 @@ def _of_logs(logs: list[dict[str, Any]]) -> Iterator[str]:
 
 def _is_nan(value: Any) -> bool:
     return value is None or (isinstance(value, float) and not math.isfinite(value))  # a timeline writes NaN as null
-
-
-def _seconds(lines: list[dict[str, Any]], began: str, ended: str) -> float:
-    return float(sum(line[ended] - line[began] for line in lines if line.get(began) and line.get(ended)))

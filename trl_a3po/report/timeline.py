@@ -7,15 +7,15 @@ writes them; if the file cannot be written, the timeline ends with a warning and
 All times are in seconds since 1970; missing numbers are `null`. The kinds of lines:
 
 - `start`: a process starts to train `run`, a name that a resumed run keeps, at `version`, `resumed` or not, with
-  `groups_per_batch`, `num_generations`, `max_staleness` and `schedule`, all `settings`, and the versions of
-  `packages`;
+  `groups_per_batch`, `num_generations`, `max_staleness`, `schedule`, `engine_slots` (`null` where only the engine
+  knows), `max_steps`, all `settings`, and the versions of `packages`;
 - `group`: an attempt at a prompt ended (see `trl_a3po.rollout.outcomes.AttemptRecord`);
 - `engine_start`, `publish`, `take`, `evaluation`, `step`: from `began` to `ended`, at `version` (for a step, the
   version that it produced). A take lasts as long as the trainer waits; the time of a step outside of the other lines
-  is training. A take also says how many groups were in the engine (`sampling`), waited for their reward
-  (`scoring`) or were `ready` when it began, and how many
-  `capacity` admitted; and, as totals of the process when it ended, the seconds that `max_staleness` had `blocked`
-  submission, the engine's `tokens` and `busy` seconds, and the `restarts` of its worker;
+  is training. A take also says how many groups were in the engine (`sampling`), waited for their reward (`scoring`)
+  or were `ready` when it began, and how many `capacity` admitted; and, as totals of the process when it ended, the
+  seconds that `max_staleness` had `blocked` submission, the engine's `tokens` and `busy` seconds, and the `restarts`
+  of its worker;
 - `log`: `logged` holds every metric that was logged, under the names of the Trainer's `log_history`;
 - `warning`: the `text` of a warning of this package;
 - `checkpoint`: the checkpoint of `version` is being saved; `end`: training stopped.
