@@ -1,8 +1,9 @@
-"""The command `trl-a3po`: train from a recipe, describe this machine, find what is wrong, draw finished runs.
+"""The command `trl-a3po`: train from a recipe, describe this machine, find what is wrong, watch a run, draw runs.
 
     trl-a3po train recipes/lora_24gb.yaml --learning_rate 2e-5
     trl-a3po env
     trl-a3po doctor recipes/lora_24gb.yaml
+    trl-a3po watch outputs/one
     trl-a3po plot outputs/one outputs/other --output both.png
 
 Guarantees: a setting on the command line overrides the recipe; a run that cannot be drawn ends with one sentence and
@@ -15,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trl_a3po import __version__
+
+OF_REPORTS = ("matplotlib", "rich")  # packages that `trl-a3po[report]` installs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,6 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = _parser().parse_args(arguments)
     try:
         parsed.run(parsed)
+    except ModuleNotFoundError as error:
+        if error.name not in OF_REPORTS:
+            raise
+        _parser().exit(2, f"trl-a3po: {error.name} is not installed: pip install 'trl-a3po[report]'.\n")
     except (OSError, ValueError) as error:
         _parser().exit(2, f"trl-a3po: {error}\n")
 
@@ -46,6 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     env.set_defaults(run=_env)
     doctor = commands.add_parser("doctor", help="what is wrong with a set-up, or went wrong in a run")
     doctor.add_argument("what", nargs="+", metavar="RECIPE.yaml [--field value …] | RUN", help="see docs/doctor.md")
+    watch = commands.add_parser("watch", help="show what a run does, and what limits it, while it goes on")
+    watch.add_argument("watched", type=Path, metavar="RUN", help="folder of a run, or its timeline.jsonl")
+    watch.add_argument("--once", action="store_true", help="print one frame, for a pipe or a log")
+    watch.set_defaults(run=_watch)
     plot = commands.add_parser("plot", help="draw one or several runs in one image")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its trainer_state.json")
     plot.add_argument("--output", type=Path, default=Path("runs.png"), help="image file (default: runs.png)")
@@ -87,6 +98,12 @@ def _findings(path: Path, arguments: Sequence[str], before: bool) -> Iterable[st
     from trl_a3po.cli.diagnosis import diagnose
 
     return diagnose(path)
+
+
+def _watch(parsed: argparse.Namespace) -> None:
+    from trl_a3po.report.watch import watch
+
+    watch(parsed.watched, once=parsed.once)
 
 
 def _plot(parsed: argparse.Namespace) -> None:

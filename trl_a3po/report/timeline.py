@@ -32,6 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from trl_a3po.report.lineage import Lineage
 from trl_a3po.rollout.outcomes import AttemptRecord
 
 logger = logging.getLogger(__name__)
@@ -144,48 +145,11 @@ def read_timeline(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
     path = path / NAME if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"{run} holds no {NAME}: give the output_dir of a run.")
-    lineage: list[dict[str, Any]] = []
-    name: str | None = None
-    lineages: dict[str | None, list[dict[str, Any]]] = {}
-    saved: dict[tuple[str | None, int], tuple[list[dict[str, Any]], int]] = {}  # a run's checkpoints, and lines so far
-    for line in _lines(path):
-        if line["kind"] == "start":
-            name, known = line.get("run"), []
-            if line["resumed"]:  # all of the run where no line says when the checkpoint was saved
-                lines, count = saved.get((name, line["version"]), (lineages.get(name, []), None))
-                known = lines[:count]
-            lineage = lineages[name] = known
-        lineage.append(line)
-        if line["kind"] == "checkpoint":
-            saved[name, line["version"]] = lineage, len(lineage)
-    return [line for line in lineage if not kinds or line["kind"] in kinds]
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    lines = lines[: -1 if lines[-1] == "" else None]
-    for number, line in enumerate(lines, start=1):
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            cut_by_a_kill = number == len(lines) or lines[number].startswith('{"kind": "start"')
-            if not cut_by_a_kill:
-                raise ValueError(f"Line {number} of {path} is not JSON ({error}): give a {NAME}.") from error
-            continue
-        if not (isinstance(values, dict) and all(isinstance(values.get(n), t) for n, t in _facts_of(values))):
-            raise ValueError(f"Line {number} of {path} is not a line of a run's timeline: give a {NAME}.")
-        yield values
-
-
-def _facts_of(line: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What `read_timeline` needs to know of a line, and its type."""
-    facts: dict[Any, list[tuple[str, Any]]] = {
-        "start": [("version", int), ("resumed", bool), ("run", str | None)],
-        "checkpoint": [("version", int)],
-        "log": [("logged", dict | None)],
-    }
-    kind = line.get("kind")
-    return [("kind", str), *(facts.get(kind, []) if isinstance(kind, str) else [])]
+    lineage = Lineage(path)
+    text = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for line in text[: -1 if text[-1] == "" else None]:
+        lineage.add(line)
+    return [line for line in lineage.lines if not kinds or line["kind"] in kinds]
 
 
 def plain(value: Any) -> Any:

@@ -1,0 +1,248 @@
+"""`trl-a3po watch` shows a run from its timeline, also while the file grows, is cut, or is written anew."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tests.report.made_lines import FIRST, LINES, batch, group, span, start
+from trl_a3po.cli.main import main
+from trl_a3po.report import watch as watching
+from trl_a3po.report.tail import Tail
+from trl_a3po.report.timeline import NAME, read_timeline
+from trl_a3po.report.watch import watch
+from trl_a3po.report.watch_frame import watch_frame
+from trl_a3po.report.watch_view import TAKES, watch_view
+
+SHARES = {"a3po/d0/fraction": 0.25, "a3po/d1/fraction": 0.75}
+QUEUE = {"sampling": 2, "scoring": 1, "ready": 3, "capacity": 8, "blocked": 0.0, "restarts": 0}
+END = {"kind": "end", "time": 60.0}
+
+
+def logged(step, reward):
+    return {"kind": "log", "time": 30.0, "logged": {"step": step, "reward": reward, **SHARES}}
+
+
+def run_lines(end=True):
+    """A run of four steps out of ten, in which the trainer waits for rewards half of the time."""
+    lines = [start(max_steps=10, settings={"reward_workers": 1})]
+    for step in range(4):
+        at = 10.0 * step
+        lines += [
+            span("take", at, at + 5, **QUEUE, tokens=100 * step, busy=2.0 * step),
+            *(
+                {**group(at - 9, at - 8, at - 5 + i, at + 4 + i, at + 5), "prompt": 2 * step + i, "version": step}
+                for i in range(2)
+            ),
+            {**span("step", at, at + 10), "version": step + 1},
+            logged(step + 1, step / 10),
+        ]
+    return [*lines, END] if end else lines
+
+
+def text_of(lines):
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def written(folder, lines):
+    (folder / NAME).write_text(text_of(lines))
+    return folder
+
+
+def console(width=80, **options):
+    return Console(file=io.StringIO(), width=width, height=24, **options)
+
+
+def printed(view, width, **options):
+    shown = console(width)
+    shown.print(watch_frame(view, "outputs/a run", now=41.0, width=width, **options))
+    return shown.file.getvalue().splitlines()
+
+
+# --- reading a file that grows ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_a_growing_file_is_read_like_a_whole_one(tmp_path, size):
+    lines = run_lines()
+    lines[3]["outcome"] = "failed: Ω…"  # characters of several bytes
+    content = text_of(lines).encode()
+    tail, file = Tail(tmp_path / NAME), (tmp_path / NAME).open("wb")
+    assert not tail.read() and tail.lines == []
+    for at in range(0, len(content), size):
+        file.write(content[at : at + size])
+        file.flush()
+        tail.read()
+        assert tail.lines == lines[: content[: at + size].count(b"\n")]
+    assert tail.lines == lines == read_timeline(tmp_path)
+
+
+def test_nothing_new_is_said(tmp_path):
+    tail = Tail(written(tmp_path, [start(), *FIRST]) / NAME)
+    assert tail.read()
+    assert not tail.read()
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint(tmp_path):
+    saved = {"kind": "checkpoint", "time": 40.0, "version": 2}
+    first = [start(), *FIRST, saved, *batch(20.0)]
+    tail = Tail(written(tmp_path, first) / NAME)
+    tail.read()
+    resumed = start(resumed=True) | {"version": 2}
+    with (tmp_path / NAME).open("a") as file:
+        file.write('{"kind": "step", "beg\n' + text_of([resumed, *batch(40.0)]))  # a kill has cut a line
+    tail.read()
+    assert tail.lines == read_timeline(tmp_path) == [start(), *FIRST, saved, resumed, *batch(40.0)]
+
+
+def test_a_file_that_became_shorter_or_was_replaced_is_read_from_its_beginning(tmp_path):
+    tail = Tail(written(tmp_path, [start(), *LINES]) / NAME)
+    tail.read()
+    written(tmp_path, [start(), *FIRST])
+    tail.read()
+    assert tail.lines == [start(), *FIRST]
+    (tmp_path / "other").write_text(text_of([start(), *LINES, *LINES]))
+    (tmp_path / "other").rename(tmp_path / NAME)
+    tail.read()
+    assert tail.lines == [start(), *LINES, *LINES]
+
+
+def test_a_file_that_is_no_timeline_is_named(tmp_path):
+    (tmp_path / NAME).write_text("a\nb\n")
+    with pytest.raises(ValueError, match=r"Line 1 of .*timeline\.jsonl is not JSON"):
+        Tail(tmp_path / NAME).read()
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+def test_the_view_holds_the_numbers_of_the_lines():
+    view = watch_view(run_lines(end=False))
+    assert (view.step, view.max_steps, view.step_seconds, view.ended) == (4, 10, 10.0, False)
+    assert view.rewards == [0.0, 0.1, 0.2, 0.3]
+    assert view.staleness == {0: 0.25, 1: 0.75}
+    assert view.tokens_per_second == 300 / 6.0
+    assert view.outcomes == {"trained": 8}
+    assert view.verdict.limit == "rewards"
+    assert [slow.seconds for slow in view.slow_rewards] == [9.0] * 3 and view.stragglers == []
+
+
+def test_a_long_run_is_judged_by_its_last_batches():
+    waits, works = [], []
+    for number in range(TAKES + 2):
+        at = 10.0 * number
+        for lines, waited in ((waits, 9.0), (works, 0.1)):
+            lines += [
+                span("take", at, at + waited),
+                {**group(at, at + waited, at + waited, at + waited, at + waited), "prompt": number},
+                span("step", at, at + 10.0),
+            ]
+    assert watch_view([start(), *waits]).verdict.limit == "generation"
+    assert watch_view([start(), *waits, *works]).verdict.limit != "generation"
+
+
+@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_a_frame_fits_into_a_small_terminal(width, ascii_only):
+    lines = run_lines(end=False)
+    many = {f"a3po/d{d}/fraction": 1 / 12 for d in range(12)}
+    lines += [{"kind": "log", "time": 30.0, "logged": {"step": 5, "reward": 0.5, **many}}]
+    lines += [{"kind": "warning", "time": 30.0, "text": "a long warning\n" * 20}]
+    shown = printed(watch_view(lines), width, ascii_only=ascii_only)
+    assert len(shown) <= 24
+    assert max(map(len, shown)) <= width
+    assert "\n".join(shown).isascii() or not ascii_only
+
+
+def test_a_frame_says_how_far_the_run_is_and_what_limits_it():
+    words = " ".join(" ".join(printed(watch_view(run_lines(end=False)), 100)).split())
+    for part in (
+        "outputs/a run running, last step 1.0 s ago",
+        "step 4 of 10, 10 s each, 60 s left",
+        "0.150 (mean of the last 4)",
+        "training 50%, waiting 50%, publishing 0%",
+        "2 sampling, 1 scoring, 3 ready, of 8 at most",
+        "8 trained",
+        "(1.0x)",
+        "Reward-bound: ",
+        "setting to change: reward_workers",
+    ):
+        assert part in words
+
+
+def test_a_run_that_says_nothing_any_more_is_said_to_be_silent():
+    assert "silent for 5 min" in printed_at(330.0)
+    assert "running" in printed_at(35.0)
+    assert "finished" in printed_at(330.0, end=True)
+
+
+def printed_at(now, *, end=False):
+    shown = console()
+    shown.print(watch_frame(watch_view(run_lines(end)), "run", now, 80))
+    return shown.file.getvalue()
+
+
+@pytest.mark.parametrize("lines", [[start()], [start(), *FIRST], [start(), *FIRST, END]])
+def test_a_run_that_has_just_begun_can_be_watched(lines):
+    assert any("after three batches" in line for line in printed(watch_view(lines), 80))
+
+
+# --- the watch ----------------------------------------------------------------------------------------------------
+
+
+def test_once_prints_one_frame_and_changes_nothing(tmp_path, capsys):
+    written(tmp_path, run_lines(end=False))
+    before = (tmp_path / NAME).stat()
+    main(["watch", str(tmp_path), "--once"])
+    shown = capsys.readouterr().out
+    assert shown.count("Reward-bound") == 1 and "\x1b" not in shown
+    assert (tmp_path / NAME).stat().st_mtime_ns == before.st_mtime_ns
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_folder_without_a_run_ends_with_a_sentence(tmp_path, capsys):
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(SystemExit) as ended:
+            main(["watch", str(folder), "--once"])
+        assert ended.value.code == 2
+        assert "holds no timeline.jsonl: give the output_dir of a run." in capsys.readouterr().err
+
+
+@pytest.fixture
+def writes_while_waiting(monkeypatch):
+    """Has what is given to it done, one after the other, instead of each wait between two frames."""
+
+    def have_done(*actions):
+        remaining = iter(actions)
+        monkeypatch.setattr(watching.time, "sleep", lambda seconds: next(remaining)())
+
+    return have_done
+
+
+def test_a_terminal_shows_a_run_from_before_its_beginning_to_its_end(tmp_path, writes_while_waiting):
+    shown, lines = console(force_terminal=True), run_lines()
+    file = (tmp_path / "later").open("w")
+
+    def begin():
+        (tmp_path / "later").rename(tmp_path / NAME)
+
+    def write(some):
+        file.write(text_of(some))
+        file.flush()
+
+    writes_while_waiting(begin, *(lambda n=n: write(lines[n : n + 7]) for n in range(0, len(lines), 7)))
+    watch(tmp_path, console=shown)
+    screen, _, after = shown.file.getvalue().rpartition("\x1b[?1049l")  # back from the alternate screen
+    assert "waiting for the run to begin" in screen and "after three batches" in screen
+    assert "finished" in after and "Reward-bound" in after
+
+
+def test_an_interrupt_ends_the_watch_quietly(tmp_path, writes_while_waiting):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    shown = console(force_terminal=True)
+    writes_while_waiting(interrupt)
+    watch(written(tmp_path, run_lines(end=False)), console=shown)
+    assert shown.file.getvalue().count("\x1b[?1049h") == shown.file.getvalue().count("\x1b[?1049l") == 1

@@ -1,0 +1,98 @@
+"""`trl-a3po watch RUN`: what a run does and what limits it, on a terminal or in a notebook, while it goes on.
+
+Guarantees: only reads files of the run; the terminal is left as it was.
+"""
+
+import time
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from trl_a3po.report.tail import Tail
+from trl_a3po.report.timeline import NAME
+from trl_a3po.report.watch_frame import watch_frame
+from trl_a3po.report.watch_view import WatchView, watch_view
+
+SECONDS = 1.0  # between two frames
+
+
+def watch(run: str | Path, *, once: bool = False, console: Console | None = None) -> None:
+    """Show a run until it ends. Ctrl-C, or interrupting the cell of a notebook, ends the watch and not the run.
+
+    Args:
+        run: the run's `output_dir`, or its `timeline.jsonl`. A run that has not begun in this folder is waited for.
+        once: show one frame and return; so does a console that is no terminal, such as a pipe.
+        console: where to show it.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or, with `once`, no timeline in it.
+        ValueError: the file is not a timeline.
+    """
+    console = console or Console()
+    path = Path(run)
+    once = once or not (console.is_terminal or console.is_jupyter)
+    seen = _Run(path if path.suffix == ".jsonl" else path / NAME)
+    if not seen.begun and (once or not path.is_dir()):
+        raise FileNotFoundError(f"{run} holds no {NAME}: give the output_dir of a run.")
+    try:
+        if once:
+            console.print(seen.frame(console))
+        elif console.is_jupyter:
+            _in_notebook(seen, console)
+        else:
+            _on_terminal(seen, console)
+    except KeyboardInterrupt:
+        return
+
+
+class _Run:
+    """A run that is watched."""
+
+    def __init__(self, path: Path):
+        self._tail = Tail(path)
+        self._view: WatchView | None = None
+        self.look()
+
+    @property
+    def begun(self) -> bool:
+        return self._view is not None
+
+    @property
+    def ended(self) -> bool:
+        return self._view is not None and self._view.ended
+
+    def look(self) -> None:
+        """See what has been written since the last look."""
+        if self._tail.read():
+            self._view = watch_view(self._tail.lines)
+
+    def frame(self, console: Console) -> RenderableType:
+        if self._view is None:
+            return f"{self._tail.path} is not there yet: waiting for the run to begin."
+        options = console.options
+        name = str(self._tail.path.parent)
+        return watch_frame(self._view, name, time.time(), options.max_width, ascii_only=options.ascii_only)
+
+
+def _on_terminal(seen: _Run, console: Console) -> None:
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(seen.frame(console), refresh=True)
+            if seen.ended:
+                break
+            time.sleep(SECONDS)
+            seen.look()
+    console.print(seen.frame(console))
+
+
+def _in_notebook(seen: _Run, console: Console) -> None:
+    from IPython.display import clear_output
+
+    while True:
+        clear_output(wait=True)  # type: ignore[no-untyped-call]  # IPython's
+        console.print(seen.frame(console))
+        if seen.ended:
+            break
+        time.sleep(SECONDS)
+        seen.look()
