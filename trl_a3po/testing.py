@@ -90,6 +90,9 @@ class StubEngine:
         with self._lock:
             self._events = [event for event in self._events if event.request_id not in cancelled]
 
+    def end_episodes(self, episodes: Sequence[int]) -> None:
+        """A stub keeps nothing for later turns."""
+
     def score(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], timeout: float
     ) -> tuple[list[float], int]:

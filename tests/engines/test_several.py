@@ -1,5 +1,7 @@
 """Several engines as one: shared work, common publishes, a check that reaches each of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -36,6 +38,19 @@ def test_a_request_goes_to_the_engine_with_the_least_to_do():
     assert sorted(event.request_id for event in several.wait(1.0) + several.wait(1.0)) == [0, 1, 2, 3, 4]
     several.submit([request(5), request(6)])
     assert {r.request_id for r in one.requests} == {0, 4, 5} and {r.request_id for r in other.requests} == {1, 2, 3, 6}
+
+
+def test_later_turns_go_to_the_engine_that_sampled_the_first_until_the_episode_is_over():
+    one, other = StubEngine(COMPLETE), StubEngine(COMPLETE)
+    several, _ = started(one, other)
+    several.submit([replace(request(0), first_episode=0), replace(request(1), first_episode=2)])
+    several.wait(1.0)
+    later = [replace(request(number, 1), first_episode=3, first_position=2) for number in (2, 3, 4)]
+    several.submit(later[:2])
+    assert [r.request_id for r in other.requests] == [1, 2, 3]
+    several.end_episodes([3])
+    several.submit(later[2:])
+    assert [r.request_id for r in one.requests] == [0, 4]
 
 
 def test_a_cancelled_request_is_no_load():

@@ -27,6 +27,7 @@ class ScriptedEngine:
         self.version = 0
         self.requests: list[GroupRequest] = []
         self.cancelled: list[int] = []
+        self.ended: list[int] = []  # episodes
         self.held = threading.Event()  # while set, nothing is answered
         self._events: list = []
         self._threads: set[str] = set()
@@ -55,6 +56,9 @@ class ScriptedEngine:
     def cancel(self, request_ids):
         self.cancelled += request_ids
         self._events = [event for event in self._events if event.request_id not in set(request_ids)]
+
+    def end_episodes(self, episodes):
+        self.ended += episodes
 
     def publish(self, update):
         self.version = update.version

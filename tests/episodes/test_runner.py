@@ -114,6 +114,27 @@ def test_later_turns_reach_the_engine_before_groups_that_have_not_begun(runner_f
     assert [one.first_position > 0 for one in engine.requests] == [False, True, False]
 
 
+def test_the_engine_is_told_which_episode_a_turn_continues_and_when_it_is_over(runner_for):
+    async def play(episode):
+        await episode.sample()
+        episode.append([user("more")])
+        await episode.sample()
+        if episode.number == 2:
+            raise ValueError("no")
+
+    engine = ScriptedEngine()
+    runner = runner_for(play, engine)
+    one, other = group(2), group(3)
+    played(runner, one, other)
+    until(lambda: runner.wait(0.0) == [] and len(engine.ended) == 5)
+    assert sorted(engine.ended) == [0, 1, 2, 3, 4]
+    episodes = [
+        (request.first_position > 0, request.first_episode, request.num_rollouts) for request in engine.requests
+    ]
+    # Two first turns of a group are one request. So are later turns after the same tokens.
+    assert sorted(episodes) == [(False, 0, 2), (False, 2, 3), (True, 0, 2), (True, 2, 3)]
+
+
 def test_stop_tokens_and_lengths_are_those_of_the_turn(runner_for):
     async def play(episode):
         turn = await episode.sample(stop=["!", 5], max_new_tokens=4)

@@ -1,4 +1,5 @@
-"""Several engines as one: a request goes to the engine with the least to do, and a publish goes to all engines.
+"""Several engines as one: a request goes to the engine with the least to do, a later turn to the engine that sampled
+the turns before, and a publish goes to all engines.
 
 Guarantees: those of `protocol/engine.py`, as each of the engines gives them. A token carries the version of the engine
 that sampled it. When `publish` returns, every engine has the published weights. An engine that is beyond recovery ends
@@ -21,6 +22,7 @@ class SeveralEngines:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = list(engines)
         self._owners: dict[int, tuple[int, int]] = {}  # by request: the engine's number, and how many rollouts
+        self._homes: dict[int, int] = {}  # by episode: the number of the engine that sampled its turns
         self._loads = [0] * len(self._engines)
         self._scorers = ScorerChoice()
 
@@ -31,7 +33,7 @@ class SeveralEngines:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         shares: dict[int, list[GroupRequest]] = {}
         for request in requests:
-            number = min(range(len(self._engines)), key=self._loads.__getitem__)
+            number = self._engine_for(request)
             self._owners[request.request_id] = number, request.num_rollouts
             self._loads[number] += request.num_rollouts
             shares.setdefault(number, []).append(request)
@@ -52,6 +54,12 @@ class SeveralEngines:
             engine.cancel(request_ids)
         for request_id in request_ids:
             self._done(request_id)
+
+    def end_episodes(self, episodes: Sequence[int]) -> None:
+        for engine in self._engines:
+            engine.end_episodes(episodes)
+        for episode in episodes:
+            self._homes.pop(episode, None)
 
     def publish(self, update: WeightUpdate) -> None:
         for engine in self._engines:
@@ -92,6 +100,16 @@ class SeveralEngines:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def _engine_for(self, request: GroupRequest) -> int:
+        """The engine that sampled the turns before, which may have kept their keys and values; otherwise the one with
+        the least to do."""
+        first, least = request.first_episode, min(range(len(self._engines)), key=self._loads.__getitem__)
+        if first is None:
+            return least
+        number = self._homes.get(first, least)
+        self._homes.update(dict.fromkeys(range(first, first + request.num_rollouts), number))
+        return number
 
     def _done(self, request_id: int) -> None:
         number, rollouts = self._owners.pop(request_id, (0, 0))

@@ -100,6 +100,11 @@ class Supervisor:
         with self._changed:
             self._requests.cancel(request_ids, self._accepting)
 
+    def end_episodes(self, episodes: Sequence[int]) -> None:
+        with self._changed:
+            if self._accepting is not None:  # another worker has kept nothing
+                self._accepting.send(("end_episodes", list(episodes)))
+
     def wait(self, timeout: float) -> list[EngineEvent]:
         with self._changed:
             self._changed.wait_for(lambda: self._requests.has_events or self._error or self._closing, timeout)

@@ -101,6 +101,9 @@ class WorkerEngine:
     def cancel(self, request_ids: Sequence[int]) -> None:
         self._started().cancel(request_ids)
 
+    def end_episodes(self, episodes: Sequence[int]) -> None:
+        self._started().end_episodes(episodes)
+
     def publish(self, update: WeightUpdate) -> None:
         """See `Engine.publish`. Raises `ValueError` when the update does not fit the weights the engine holds, or is
         older than the version published last."""

@@ -4,8 +4,8 @@ Guarantees: messages are handled in order, between decode steps, so a request be
 weights or newer ones; a request that cannot be served fails alone; the process ends when its parent does; an error
 that ends the process is the last thing it prints.
 
-Messages in: `setup`, `load`, `submit`, `cancel`, `score`. Messages out: `built`, `loaded`, `events`, `progress`,
-`scored`, and `warning`, one for each warning of the library.
+Messages in: `setup`, `load`, `submit`, `cancel`, `end_episodes`, `score`. Messages out: `built`, `loaded`, `events`,
+`progress`, `scored`, and `warning`, one for each warning of the library.
 """
 
 import logging
@@ -51,6 +51,8 @@ class Decoder(Protocol):
         """Raises `ValueError` for a request that cannot be served."""
 
     def cancel(self, request_ids: Sequence[int]) -> None: ...
+
+    def end_episodes(self, episodes: Sequence[int]) -> None: ...
 
     def step(self) -> "Sequence[EngineEvent]":
         """Decode once, and return the requests that ended."""
@@ -119,6 +121,8 @@ class _Server:
                     self._submit(request)
             case ("cancel", request_ids):
                 self._decoder.cancel(request_ids)
+            case ("end_episodes", episodes):
+                self._decoder.end_episodes(episodes)
             case ("score", key, prompt_ids, completion_ids):
                 answer: list[float] | str
                 try:

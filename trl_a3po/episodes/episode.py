@@ -331,6 +331,7 @@ class Episode:
                 first_position=first_position,
                 max_new_tokens=longest,
                 stop_token_ids=tuple(self._templates.stop_token(one) for one in stop),
+                first_episode=self.key,
             ),
         )
         self.doing, self.doing_since = "playing", time.monotonic()

@@ -7,7 +7,8 @@ Guarantees:
   sample a turn; the other episodes of the group are then cancelled;
 - only the thread that calls `submit`, `wait` and `cancel` calls those of the engine; rollout functions run in one
   thread of their own, with one event loop;
-- later turns reach the engine before groups that have not begun, in the order in which they were asked for;
+- later turns reach the engine before groups that have not begun, in the order in which they were asked for; the
+  engine is told when an episode is over, whatever ended it;
 - the noise of a token is that of its group, its rollout's number and its position in the completion, tokens of tools
   counted, so a group that is tried again draws the same noise;
 - `close` takes bounded time, also if a rollout function does not let itself be cancelled.
@@ -109,6 +110,7 @@ class EpisodeRunner:
         self._changed = threading.Condition()  # guards all that follows
         self._outbox: deque[GroupRequest] = deque()
         self._cancelled: list[int] = []
+        self._over: list[int] = []  # keys of episodes
         self._events: list[EngineEvent] = []
         self._in_engine: set[int] = set()
         self._playing: tuple[PlayedGroup, ...] = ()
@@ -148,6 +150,9 @@ class EpisodeRunner:
             self._events = [event for event in self._events if event.request_id not in cancelled]
         self.call(self._cancel_groups, cancelled)
         self._hand_over()
+
+    def end_episodes(self, episodes: Sequence[int]) -> None:
+        """Nothing to do: whoever submits groups does not know their episodes."""
 
     def publish(self, update: WeightUpdate) -> None:
         self._engine.publish(update)
@@ -193,15 +198,17 @@ class EpisodeRunner:
     def _hand_over(self) -> None:
         """Submit to the engine, and cancel in it, what the runner's thread has left to do."""
         with self._changed:
-            requests, cancelled = list(self._outbox), self._cancelled
+            requests, cancelled, over = list(self._outbox), self._cancelled, self._over
             self._outbox.clear()
-            self._cancelled = []
+            self._cancelled, self._over = [], []
             self._in_engine.update(request.request_id for request in requests)
             self._in_engine.difference_update(cancelled)
         if requests:
             self._engine.submit(sorted(requests, key=lambda request: request.first_position == 0))  # later turns first
         if cancelled:
             self._engine.cancel(cancelled)
+        if over:
+            self._engine.end_episodes(over)
 
     def _receive(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
@@ -341,6 +348,9 @@ class EpisodeRunner:
         except BaseException as error:  # also an exit: it ends the episode, not the thread
             logger.debug("Rollout %d has failed.", episode.number, exc_info=error)
             raise EpisodeFailed(episode, f"it raised {error!r}") from error
+        finally:
+            with self._changed:
+                self._over.append(episode.key)
 
     def _rewards(self, result: EpisodeResult) -> Mapping[str, float | None]:
         if isinstance(result.reward, Mapping):

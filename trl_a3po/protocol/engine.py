@@ -11,8 +11,8 @@ nothing of rewards, staleness or losses. Guarantees an engine must give:
   `GroupFailed` (the queue decides whether to try again) and the engine samples from the last published version again;
   when it cannot recover any more, `wait` raises `EngineError` with the cause.
 
-`submit`, `wait` and `cancel` are called from the queue's thread, `start`, `publish`, `score` and `close` from the main
-thread, possibly at the same time.
+`submit`, `wait`, `cancel` and `end_episodes` are called from the queue's thread, `start`, `publish`, `score` and
+`close` from the main thread, possibly at the same time.
 """
 
 from collections.abc import Sequence
@@ -61,6 +61,9 @@ class GroupRequest:
         max_new_tokens: most tokens to sample; `None` stands for that of the `SamplingSettings`, which is the largest
             value.
         stop_token_ids: tokens that end a completion, and belong to it, beside those of the `SamplingSettings`.
+        first_episode: number of the episode that the first of these rollouts belongs to; the others belong to the
+            episodes that follow it. Requests for the same episode are its turns, one after another, and an engine may
+            keep the keys and values of a turn for the next one, until `Engine.end_episodes`. `None`: no turn follows.
         row: the dataset row, where the queue's requests are episodes. An engine is never sent one.
     """
 
@@ -72,7 +75,12 @@ class GroupRequest:
     first_position: int = 0
     max_new_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    first_episode: int | None = None
     row: dict[str, Any] | None = field(default=None, compare=False)
+
+    def episode_of(self, number: int) -> int | None:
+        """Number of the episode that rollout `number` of the group belongs to."""
+        return None if self.first_episode is None else self.first_episode + number - self.first_rollout
 
     def settings(self, sampling: SamplingSettings) -> SamplingSettings:
         """The settings of this request, where `sampling` are those of the run."""
@@ -160,6 +168,9 @@ class Engine(Protocol):
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """Stop working on these requests; no event follows for them. Unknown ids are ignored."""
+
+    def end_episodes(self, episodes: Sequence[int]) -> None:
+        """No turn of these episodes follows: drop what is kept for one. Unknown episodes are ignored."""
 
     def publish(self, update: WeightUpdate) -> None:
         """Make `update.version` the version sampled from. The tensors are copied before this returns; tokens of

@@ -1,10 +1,14 @@
 """Versions per token when weights change in flight, on stub servers whose log-probs say what they sampled from."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.engines.vllm.stub_server import StubServer
 from tests.engines.vllm.stubbed import finished, requests, started, until, update
+from trl_a3po.engines.vllm.servers.rollout_jobs import Job, JobQueue, PartialGroup
 from trl_a3po.errors import EngineError
+from trl_a3po.protocol.engine import GroupRequest, SamplingSettings
 
 
 def servers_of(count, **settings):
@@ -82,6 +86,49 @@ def test_the_prefix_cache_of_one_publish_serves_no_other(tmp_path):
         assert len({body["cache_salt"] for body in server.bodies}) == 2
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("kv_on_publish", ["keep", "recompute"])
+def test_an_episode_goes_on_at_its_server_and_keeps_its_cache_across_publishes_if_caches_are_kept(
+    tmp_path, kv_on_publish
+):
+    servers = servers_of(2)
+    engine = started(servers, tmp_path, kv_on_publish=kv_on_publish)
+    first = GroupRequest(0, 0, (5, 6), 1, first_episode=0)
+    later = GroupRequest(1, 0, (5, 6, 7, 8), 1, first_position=1, first_episode=0)
+
+    def asked(request):
+        """The server that sampled it, and the salt."""
+        before = [len(server.bodies) for server in servers]
+        engine.submit([request])
+        finished(engine, 1)
+        [found] = [
+            (place, body["cache_salt"])
+            for place, server in enumerate(servers)
+            for body in server.bodies[before[place] :]
+        ]
+        return found
+
+    try:
+        home, old = asked(first)
+        engine.publish(update(False, 1))
+        place, kept = asked(later)
+        _, new = asked(replace(first, request_id=2, first_episode=2))
+        engine.end_episodes([0])
+        _, over = asked(replace(later, request_id=3))
+        assert place == home and old != new == over
+        assert kept == (old if kv_on_publish == "keep" else new)
+    finally:
+        engine.close()
+
+
+def test_later_turns_wait_in_the_order_in_which_they_came_and_before_prompts():
+    queue = JobQueue()
+    positions = {0: 0, 1: 3, 2: 0, 3: 5, 4: 1}
+    for number, position in positions.items():
+        group = PartialGroup.of(GroupRequest(number, 0, (5,), 1, first_position=position), SamplingSettings(8))
+        queue.append(Job(group, group.sequences))
+    assert [job.group.request.request_id for job in queue.due()] == [1, 3, 4, 0, 2]
 
 
 def test_adapters_older_than_what_is_kept_are_unloaded_everywhere(tmp_path):

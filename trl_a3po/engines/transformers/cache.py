@@ -1,10 +1,12 @@
-"""Keys and values: what a prefill leaves (`PrefillCache`) and where decoding keeps them (`SlotCache`).
+"""Keys and values: what a prefill leaves (`PrefillCache`), where decoding keeps them (`SlotCache`), and how new tokens
+are put behind what slots hold (`SlotExtension`).
 
-Both speak the part of transformers' cache interface that a decoder's attention layers use, and nothing else.
+All speak the part of transformers' cache interface that a decoder's attention layers use, and nothing else.
 Guarantees: a slot's row holds one sequence from position 0 on, without gaps; what lies beyond a sequence's length is
 finite and must be masked.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,6 +52,24 @@ class PrefillCache:
         return query_length, 0
 
 
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """New tokens of P sequences, padded to E on the right, and where their keys and values belong.
+
+    Args:
+        slots: `(P,)`.
+        rows, columns: `(M,)`, which of the `(P, E)` tokens are no padding.
+        places: `(M,)`, the positions of these in their sequences.
+        length: of the longest sequence, the new tokens included.
+    """
+
+    slots: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
+    places: torch.Tensor
+    length: int
+
+
 class SlotCache:
     """Preallocated keys and values `(slots, capacity, kv_heads, head_dim)` per layer; the capacity grows on demand.
 
@@ -91,6 +111,13 @@ class SlotCache:
         for mine in self._keys + self._values:
             mine[target, :length] = mine[source, :length]
 
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Exchange the first `length` positions of two slots."""
+        for mine in self._keys + self._values:
+            held = mine[one, :length].clone()
+            mine[one, :length] = mine[other, :length]
+            mine[other, :length] = held
+
     def reserve(self, length: int) -> None:
         """Make room for `length` positions in every slot."""
         if length <= self._capacity:
@@ -116,6 +143,15 @@ class SlotCache:
         read = slice(self._rows), slice(self._length)
         return mine_keys[read].transpose(1, 2), mine_values[read].transpose(1, 2)
 
+    def extend(self, keys: torch.Tensor, values: torch.Tensor, layer: int, new: "NewTokens") -> KeysAndValues:
+        """Put the keys and values `(P, kv_heads, E, head_dim)` of a layer behind what the slots hold. Returns those of
+        the slots' sequences, `(P, kv_heads, new.length, head_dim)`."""
+        mine_keys, mine_values = self._keys[layer], self._values[layer]
+        for mine, added in ((mine_keys, keys), (mine_values, values)):
+            mine[new.slots[new.rows], new.places] = added.transpose(1, 2)[new.rows, new.columns]
+        read = new.slots, slice(new.length)
+        return mine_keys[read].transpose(1, 2), mine_values[read].transpose(1, 2)
+
     def get_seq_length(self, layer: int = 0) -> int:
         return self._length - 1
 
@@ -133,3 +169,23 @@ class SlotCache:
     def _empty(self, like: torch.Tensor, heads: int) -> torch.Tensor:
         # Zeros, not empty: a masked position still enters the weighted sum as 0 times its value.
         return like.new_zeros(self._slots, self._capacity, heads, like.shape[3])
+
+
+class SlotExtension:
+    """A `SlotCache` in a forward over several new tokens of some slots. There is room for them."""
+
+    def __init__(self, cache: SlotCache, new: NewTokens):
+        self._cache = cache
+        self._new = new
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> KeysAndValues:
+        return self._cache.extend(keys, values, layer, self._new)
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self._new.length
+
+    def get_query_offset(self, layer: int = 0) -> int:
+        return self._new.length
+
+    def get_mask_sizes(self, query_length: int, layer: int) -> tuple[int, int]:
+        return self._new.length, 0

@@ -4,7 +4,10 @@ Guarantees:
 - every submitted request ends once: either `step` returns it with all its rollouts, or it is cancelled;
 - a token's version is that of the weights which produced its logits: they are sampled in the step that computes them;
 - the noise of a token is a function of (seed, noise_key, rollout number, position) and of nothing else;
-- a freed slot is refilled before the next decode step, in submission order (request, then rollout number).
+- a freed slot is refilled before the next decode step, in submission order (request, then rollout number), later
+  turns of episodes before prompts that have not begun;
+- a later turn computes only its new tokens if the slot of the turn before it is still parked (`parked.py`). What it
+  samples is what a prefill of the whole would sample, but for keys and values kept across a publish (`kv_on_publish`).
 
 On a GPU the host reads the tokens of a decode step while the device computes the next one. So a slot whose sequence
 ended with a stop token is refilled one step later, and the token that the device draws in between is thrown away.
@@ -27,6 +30,7 @@ from trl_a3po.engines.transformers.cache import PrefillCache, SlotCache
 from trl_a3po.engines.transformers.decode_step import DecodeStep, DecodeSteps, cuda_graphs
 from trl_a3po.engines.transformers.draws import Draw
 from trl_a3po.engines.transformers.forward import ModelForward
+from trl_a3po.engines.transformers.parked import ParkedSlots
 from trl_a3po.engines.transformers.sampling import Sampler, noise_stream
 from trl_a3po.engines.transformers.sequences import DecodedGroup, DecodedRollout, Prefilled, prefill_batches
 from trl_a3po.engines.transformers.slots import Slots
@@ -49,11 +53,12 @@ class SlotDecoder:
         slots: rollouts decoded at the same time.
         max_prompt_tokens: longest prompt accepted; `None`: whatever the model's context leaves beside
             `max_new_tokens`. Needed with `deterministic`, which pads to it.
-        kv_on_publish: what `set_version` does to sequences in flight: "keep" their cache, or "recompute" it under the
-            new weights before their next token.
+        kv_on_publish: what `set_version` does to sequences in flight, and to parked slots: "keep" their cache, or
+            "recompute" it under the new weights before their next token.
         deterministic: tokens and log-probs are bit-equal whatever else is in the batch (one machine, one thread
             count, one number of slots), for the price of padding: `slots` to a multiple of 8, every prompt to
-            `max_prompt_tokens`, the cache to that plus `max_new_tokens`. Otherwise log-probs agree to 1e-4 in fp32.
+            `max_prompt_tokens`, the cache to that plus `max_new_tokens`; no slot is parked. Otherwise log-probs
+            agree to 1e-4 in fp32.
         version: policy version of the weights in `model`.
         device: where the model lives; `None`: the device of its embeddings.
 
@@ -104,6 +109,7 @@ class SlotDecoder:
         self._waiting: deque[DecodedGroup] = deque()
         # Slot i decodes self._active[i]; cache and slots have more rows than that in deterministic mode.
         self._active: list[DecodedRollout | None] = [None] * slots
+        self._parked = ParkedSlots()  # some of the slots in which `_active` has nothing
         self._cache = SlotCache(rows)
         seen = self._forward.vocab_size if self._sampler.needs_seen else None
         self._slots = Slots(rows, seen=seen, device=self._device)
@@ -178,6 +184,10 @@ class SlotDecoder:
                 if rollout is not None and id(rollout.group) in cancelled:
                     self._free(rollout)
 
+    def end_episodes(self, episodes: Iterable[int]) -> None:
+        """Keep nothing for later turns of these episodes; unknown ones are ignored."""
+        self._parked.drop(episodes)
+
     def set_version(self, version: int) -> None:
         """Say that the weights of `model` were changed in place and are now those of `version`.
 
@@ -191,6 +201,8 @@ class SlotDecoder:
                 f"version={version} is older than {self._version}, under which {self.active_rollouts} rollouts in "
                 "flight are sampled: publish versions in order, or cancel those rollouts first."
             )
+        if self._recompute_on_publish or version <= self._version:
+            self._parked.clear()
         self._version = version
         self._cache_is_stale = self._recompute_on_publish
         for group in self._waiting:
@@ -234,28 +246,55 @@ class SlotDecoder:
         return (logits / self._sampling.temperature).log_softmax(1).gather(1, tokens)[:, 0].tolist()
 
     def _admit(self) -> None:
-        """Fill the free slots: prefill the prompts that need it and sample every new rollout's first token."""
-        starts = self._next_starts()
-        groups = list({id(rollout.group): rollout.group for _, rollout in starts}.values())
+        """Fill the free slots: extend parked slots, prefill the prompts that need it, and sample every new rollout's
+        first token."""
+        continued = self._next_continued()
+        self._occupy(continued)
+        begun = self._next_begun()
+        self._occupy(begun)
+        groups = list({id(rollout.group): rollout.group for _, rollout in begun}.values())
         self._prefill([group for group in groups if group.prefilled is None])
-        for slot, rollout in starts:
-            self._occupy(slot, rollout)
-        self._copy_prompts(starts)
-        self._drawn([rollout for _, rollout in starts], self._sample_starts(starts))
+        self._copy_prompts(begun)
+        logits = [*self._extend(continued), *(rollout.group.prompt.logits for _, rollout in begun)]
+        starts = [rollout for _, rollout in (*continued, *begun)]
+        self._drawn(starts, self._sample_starts(starts, torch.stack(logits)))
         for group in groups:
             group.release_prefill()
 
-    def _next_starts(self) -> list[tuple[int, DecodedRollout]]:
-        """The free slots and the rollouts that are next in line for them."""
+    def _next_continued(self) -> list[tuple[int, DecodedRollout]]:
+        """The later turns that wait and whose slots are parked."""
         starts: list[tuple[int, DecodedRollout]] = []
-        for slot, rollout in enumerate(self._active):
-            if rollout is None and self._waiting:
-                group = self._waiting[0]
-                starts.append((slot, DecodedRollout(group, group.request.first_rollout + group.started)))
-                group.started += 1
-                if group.all_started:
-                    self._waiting.popleft()
+        for group in self._waiting:
+            if not group.request.first_position:  # nor does any behind it
+                break
+            while not group.all_started and (start := self._parked.take(group)) is not None:
+                starts.append(start)
+        self._waiting = deque(group for group in self._waiting if not group.all_started)
         return starts
+
+    def _next_begun(self) -> list[tuple[int, DecodedRollout]]:
+        """Free slots, parked ones last, and the rollouts that are next in line for them."""
+        not_active = [slot for slot, rollout in enumerate(self._active) if rollout is None]
+        free = deque(slot for slot in not_active if slot not in self._parked)
+        starts: list[tuple[int, DecodedRollout]] = []
+        for _ in not_active:
+            if not self._waiting:
+                break
+            group = self._waiting[0]
+            starts.append((free.popleft() if free else self._parked.evict(), group.start_next()))
+            if group.all_started:
+                self._waiting.popleft()
+        return starts
+
+    def _extend(self, starts: Sequence[tuple[int, DecodedRollout]]) -> list[torch.Tensor]:
+        """Compute what is new in the prompts of these rollouts. Returns the logits `(V,)` after each of them."""
+        new = [rollout.group.request.prompt_ids[rollout.kept :] for _, rollout in starts]
+        logits: dict[int, torch.Tensor] = {}
+        for batch, pad_to in prefill_batches([len(tokens) for tokens in new]):
+            slots, kept = [starts[i][0] for i in batch], [starts[i][1].kept for i in batch]
+            rows = self._forward.extend([new[i] for i in batch], pad_to, self._cache, slots, kept)
+            logits |= dict(zip(batch, rows, strict=True))
+        return [logits[i] for i in range(len(starts))]
 
     def _prefill(self, groups: Sequence[DecodedGroup]) -> None:
         """Compute the logits, keys and values of the groups' prompts."""
@@ -265,11 +304,12 @@ class SlotDecoder:
             for row, i in enumerate(batch):
                 groups[i].prefilled = Prefilled(logits[row], cache, row)
 
-    def _occupy(self, slot: int, rollout: DecodedRollout) -> None:
-        request = rollout.group.request
-        self._active[slot], rollout.slot = rollout, slot
-        stream = noise_stream(self._sampling.seed, request.noise_key, rollout.number)
-        self._slots.occupy(slot, request.prompt_ids, stream, request.first_position)
+    def _occupy(self, starts: Sequence[tuple[int, DecodedRollout]]) -> None:
+        for slot, rollout in starts:
+            request = rollout.group.request
+            self._active[slot], rollout.slot = rollout, slot
+            stream = noise_stream(self._sampling.seed, request.noise_key, rollout.number)
+            self._slots.occupy(slot, request.prompt_ids, stream, request.first_position)
 
     def _copy_prompts(self, starts: Sequence[tuple[int, DecodedRollout]]) -> None:
         by_cache: dict[int, list[tuple[int, Prefilled]]] = {}
@@ -280,10 +320,9 @@ class SlotDecoder:
             rows = [prefilled.row for _, prefilled in copies]
             self._write([slot for slot, _ in copies], copies[0][1].cache, rows)
 
-    def _sample_starts(self, starts: Sequence[tuple[int, DecodedRollout]]) -> torch.Tensor:
+    def _sample_starts(self, starts: Sequence[DecodedRollout], logits: torch.Tensor) -> torch.Tensor:
         """The first tokens and their log-probs, `(2, N)`."""
-        slots = np.array([slot for slot, _ in starts])
-        logits = torch.stack([rollout.group.prompt.logits for _, rollout in starts])
+        slots = np.array([rollout.slot for rollout in starts])
         if self._fixed_length is None:
             drawn = self._sample(logits, slots)
         else:
@@ -303,9 +342,9 @@ class SlotDecoder:
         rows = self._steps.rows(needed) if self._fixed_length is None else len(self._slots)
         active = [rollout for rollout in self._active if rollout is not None]
         slots = self._slots
-        slots.park([slot for slot in range(rows) if slot >= len(self._active) or self._active[slot] is None])
+        slots.rest([slot for slot in range(rows) if not self._holds_a_sequence(slot)])
         slots.send()
-        drawn = self._steps.run(rows, self._fixed_length or int(slots.position[:needed].max()) + 1)
+        drawn = self._steps.run(rows, self._fixed_length or int(slots.position[:rows].max()) + 1)
         columns = [rollout.slot for rollout in active]
         self._drawn(active, drawn if len(columns) == rows else drawn[:, slots.on_device(np.array(columns))])
 
@@ -321,10 +360,17 @@ class SlotDecoder:
         return active
 
     def _move(self, source: int, target: int) -> None:
-        rollout = self._active[source]
+        rollout, positions = self._active[source], self._slots.position
         assert rollout is not None, "only a sequence is moved"
-        self._cache.move(source, target, int(self._slots.position[source]))
-        self._slots.move(source, target)
+        if target in self._parked:
+            self._cache.swap(source, target, int(positions[[source, target]].max()))
+            self._parked.move(target, source)
+            held = int(positions[target])
+            self._slots.move(source, target)
+            positions[source] = held
+        else:
+            self._cache.move(source, target, int(positions[source]))
+            self._slots.move(source, target)
         self._active[source], self._active[target], rollout.slot = None, rollout, target
 
     def _drawn(self, rollouts: Sequence[DecodedRollout], drawn: torch.Tensor) -> None:
@@ -335,7 +381,17 @@ class SlotDecoder:
         for rollout in rollouts:
             rollout.drawn += 1
             if rollout.drawn == rollout.group.sampling.max_new_tokens:
-                self._free(rollout)
+                self._leave(rollout)
+
+    def _leave(self, rollout: DecodedRollout) -> None:
+        """The last token of the rollout is drawn: its slot is free, and keeps what it holds as long as it can."""
+        slot = rollout.slot
+        self._free(rollout)
+        if slot is not None and self._fixed_length is None:
+            self._parked.park(slot, rollout)
+
+    def _holds_a_sequence(self, slot: int) -> bool:
+        return slot < len(self._active) and (self._active[slot] is not None or slot in self._parked)
 
     def _free(self, rollout: DecodedRollout) -> None:
         if rollout.slot is not None:
@@ -369,7 +425,7 @@ class SlotDecoder:
         sampling = rollout.group.sampling
         stops = token in sampling.stop_token_ids
         if stops or len(rollout.token_ids) == sampling.max_new_tokens:
-            self._free(rollout)
+            self._leave(rollout)
             self._finish(rollout, "stop" if stops else "length", finished)
 
     def _finish(

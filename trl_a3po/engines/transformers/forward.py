@@ -1,8 +1,8 @@
-"""The forward of the model as the decoder uses it: a prefill of whole sequences, and a decode step of one token per
-slot. Both return logits.
+"""The forward of the model as the decoder uses it: a prefill of whole sequences, several new tokens behind what slots
+hold, and a decode step of one token per slot. All return logits.
 
 Guarantees: only the last position of a sequence goes through the output layer; a decode step reads nothing back from
-the device, and a prefill does not wait for it either.
+the device, and the others do not wait for it either.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from trl_a3po.engines.transformers.attention import (
     attending_to,
     install_slot_attention,
 )
-from trl_a3po.engines.transformers.cache import PrefillCache, SlotCache
+from trl_a3po.engines.transformers.cache import NewTokens, PrefillCache, SlotCache, SlotExtension
 from trl_a3po.models.attention_shape import head_dim
 from trl_a3po.models.flash_kernels import kernel_refusal
 from trl_a3po.models.unwrap import base_model
@@ -76,11 +76,39 @@ class ModelForward:
 
         Sequences are padded on the right: causal attention hides the padding from every token before it.
         """
-        ends = [len(sequence) - 1 for sequence in sequences]
-        kept = sorted(set(ends))
+        kept, picked = _last_positions(sequences)
         logits, cache = self._prefill(sequences, pad_to, kept)
-        picked = torch.tensor([range(len(ends)), [kept.index(end) for end in ends]])
         return logits[tuple(self._sent(picked))], cache
+
+    def extend(
+        self,
+        sequences: Sequence[Sequence[int]],
+        pad_to: int,
+        cache: SlotCache,
+        slots: Sequence[int],
+        starts: Sequence[int],
+    ) -> torch.Tensor:
+        """The logits `(P, V)` after the last of each slot's new tokens, whose keys and values are put into `cache`.
+
+        Args:
+            sequences: P of them, the new tokens of each slot.
+            pad_to: at least the length of the longest.
+            slots: P of them.
+            starts: the position of each slot's first new token. What the slot holds before it is kept.
+        """
+        kept, picked = _last_positions(sequences)
+        lengths = [len(sequence) for sequence in sequences]
+        real = [(row, column) for row, length in enumerate(lengths) for column in range(length)]
+        rows, columns = self._sent(torch.tensor(real)).T
+        first, last = self._sent(torch.tensor([starts, [n + k - 1 for n, k in zip(starts, lengths, strict=True)]]))
+        # Padding sits at the last position of its row, which is one that the model has.
+        positions = torch.minimum(first[:, None] + torch.arange(pad_to, device=self.device), last[:, None])
+        length = max(start + new for start, new in zip(starts, lengths, strict=True))
+        cache.reserve(length)
+        new = NewTokens(self._sent(torch.tensor(slots)), rows, columns, positions[rows, columns], length)
+        ids, logits_at = self._padded(sequences, pad_to), self._sent(torch.tensor(kept))
+        logits = self._forward(ids, logits_at, SlotExtension(cache, new), self._masks(positions, length), positions)
+        return logits[tuple(self._sent(picked))]
 
     def prefill_cache(self, sequences: Sequence[Sequence[int]], pad_to: int) -> PrefillCache:
         """The keys and values of `prefill` alone."""
@@ -90,11 +118,13 @@ class ModelForward:
         self, sequences: Sequence[Sequence[int]], pad_to: int, kept: Sequence[int]
     ) -> tuple[torch.Tensor, PrefillCache]:
         """The logits `(P, len(kept), V)` at the positions `kept`, and the keys and values."""
-        padded = torch.tensor([[*sequence, *[0] * (pad_to - len(sequence))] for sequence in sequences])
         cache = PrefillCache()
         positions = torch.arange(pad_to, device=self.device)[None]
         logits_at = self._sent(torch.tensor(kept))
-        return self._forward(self._sent(padded), logits_at, cache, None, positions), cache
+        return self._forward(self._padded(sequences, pad_to), logits_at, cache, None, positions), cache
+
+    def _padded(self, sequences: Sequence[Sequence[int]], pad_to: int) -> torch.Tensor:
+        return self._sent(torch.tensor([[*sequence, *[0] * (pad_to - len(sequence))] for sequence in sequences]))
 
     def completion_logits(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> torch.Tensor:
         """The logits `(T, V)` that each of the T completion tokens is drawn from, by one forward over the whole."""
@@ -110,18 +140,20 @@ class ModelForward:
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache, length: int) -> torch.Tensor:
         """Logits `(N, V)` of the first N slots after `tokens` `(N,)` at `positions` `(N,)`, all below `length`."""
         cache.aim(positions, length)
+        places = positions[:, None]
         if self.reads_whole_capacity(cache):
             nothing = torch.empty(NO_MASK, dtype=self._dtype, device=self.device)
             with attending_to(SlotSequences.of(positions, length)):
-                return self._forward(tokens[:, None], 1, cache, nothing, positions[:, None])[:, -1]
-        return self._forward(tokens[:, None], 1, cache, self._masks(positions, length), positions[:, None])[:, -1]
+                return self._forward(tokens[:, None], 1, cache, nothing, places)[:, -1]
+        return self._forward(tokens[:, None], 1, cache, self._masks(places, length), places)[:, -1]
 
     def _masks(self, positions: torch.Tensor, length: int) -> Mask:
-        places = torch.arange(length, device=self.device)
-        filled = places <= positions[:, None]
+        """For tokens at `positions` `(N, E)` of sequences of at most `length`."""
+        places, positions = torch.arange(length, device=self.device), positions[:, :, None]
+        filled = places <= positions
         if self._window is None:
             return self._mask(filled)
-        sliding = self._mask(filled & (places > positions[:, None] - self._window))
+        sliding = self._mask(filled & (places > positions - self._window))
         if not self._by_layer_type:
             return sliding
         return {"full_attention": self._mask(filled), "sliding_attention": sliding}
@@ -134,7 +166,7 @@ class ModelForward:
         self,
         ids: torch.Tensor,
         logits_to_keep: torch.Tensor | int,
-        cache: PrefillCache | SlotCache,
+        cache: PrefillCache | SlotCache | SlotExtension,
         mask: Mask | None,
         positions: torch.Tensor,
     ) -> torch.Tensor:
@@ -151,6 +183,14 @@ class ModelForward:
         return logits
 
     def _mask(self, visible: torch.Tensor) -> torch.Tensor:
-        """What to add to attention scores: `(N, L)` bool to `(N, 1, 1, L)`, 0 where visible."""
+        """What to add to attention scores: `(N, E, L)` bool to `(N, 1, E, L)`, 0 where visible."""
         hidden = torch.full(visible.shape, -torch.inf, dtype=self._dtype, device=visible.device)
-        return hidden.masked_fill_(visible, 0.0)[:, None, None]
+        return hidden.masked_fill_(visible, 0.0)[:, None]
+
+
+def _last_positions(sequences: Sequence[Sequence[int]]) -> tuple[list[int], torch.Tensor]:
+    """The positions of the last tokens of P sequences, each once, and `(2, P)`: the row of each sequence, and which of
+    these positions is its own."""
+    ends = [len(sequence) - 1 for sequence in sequences]
+    kept = sorted(set(ends))
+    return kept, torch.tensor([range(len(ends)), [kept.index(end) for end in ends]])

@@ -37,6 +37,16 @@ class DecodedGroup:
     prefilled: Prefilled | None = None
     done: dict[int, Rollout] = field(default_factory=dict)
 
+    def start_next(self, kept: int = 0) -> "DecodedRollout":
+        """The rollout that is next in line."""
+        self.started += 1
+        return DecodedRollout(self, self.next_number - 1, kept=kept)
+
+    @property
+    def next_number(self) -> int:
+        """Number of the rollout that is next in line."""
+        return self.request.first_rollout + self.started
+
     @property
     def all_started(self) -> bool:
         return self.started == self.request.num_rollouts
@@ -68,12 +78,14 @@ class DecodedRollout:
 
     Args:
         slot: the one it holds; `None`: its last token is drawn, or it was cancelled.
+        kept: of how many tokens of its prompt the slot held the keys and values when it started.
         drawn: tokens that were drawn for it, those that the host has not read yet included.
     """
 
     group: DecodedGroup
     number: int
     slot: int | None = None
+    kept: int = 0
     drawn: int = 0
     token_ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)

@@ -52,7 +52,7 @@ class Slots:
         if self._seen is not None:
             self._seen[target] = self._seen[source]
 
-    def park(self, slots: Sequence[int]) -> None:
+    def rest(self, slots: Sequence[int]) -> None:
         """These rows, which hold no sequence, decode position 0 whatever was there."""
         self.position[slots] = 0
 

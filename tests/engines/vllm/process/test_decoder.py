@@ -1,6 +1,8 @@
 """What the decoder asks of vLLM's core, on a core whose tokens are made up: which rollouts are decoded, and which
 tokens they get."""
 
+from dataclasses import replace
+
 import pytest
 
 from trl_a3po.engines.vllm.process.vllm_core import Output
@@ -117,6 +119,28 @@ def test_a_publish_of_the_same_version_has_a_prefix_cache_of_its_own():
         run(decoder)
         decoder.set_version(0)
     assert len({salt for *_, salt in core.added}) == 2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_episode_goes_on_with_its_own_cache_across_publishes_if_caches_are_kept(recompute):
+    core = FakeCore(prefill=2)
+    decoder = decoder_on(core, recompute=recompute)
+    decoder.submit(GroupRequest(0, 0, (5,), 2, first_episode=7))
+    decoder.step()
+    decoder.set_version(1)  # before the first token: both begin anew
+    run(decoder, 10)
+    later = GroupRequest(1, 0, (5, 7, 7, 7, 7, 8), 1, first_rollout=1, first_position=5, first_episode=8)
+    decoder.set_version(2)
+    decoder.submit(later)
+    decoder.step()
+    decoder.set_version(3)
+    run(decoder, 10)
+    decoder.submit(GroupRequest(2, 2, (6,), 1, first_episode=9))
+    decoder.end_episodes([8])
+    decoder.submit(replace(later, request_id=3))
+    run(decoder, 10)
+    salts = ["0", "0", "1", "1", *(["2", "3"] if recompute else ["1", "1"]), "3", "3"]
+    assert [salt for *_, salt in core.added] == salts
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -6,7 +6,8 @@ Guarantees:
 - as many rollouts as there are slots are decoded at a time, in the order of their requests. The others wait here and
   not in vLLM, so that each begins under the weights of the time when it begins;
 - a prefix cached under one publish serves no rollout that begins under another. A rollout that has no token yet when
-  weights are published begins anew under them;
+  weights are published begins anew under them. With caches that are kept, the later turns of an episode go on with the
+  prefixes of the publish under which its first turn was sampled, which hold its own keys and values;
 - a score is computed between the steps of rollouts, which go on meanwhile. A slot is kept free for it.
 """
 
@@ -52,10 +53,15 @@ class _Group:
 class _Rollout:
     group: _Group
     number: int
+    salt: str = ""
     token_ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: Literal["stop", "length"] = "length"
+
+    @property
+    def episode(self) -> int | None:
+        return self.group.request.episode_of(self.number)
 
 
 class VLLMDecoder:
@@ -95,6 +101,7 @@ class VLLMDecoder:
         self._recompute = recompute
         self._seeds = seeds
         self._publishes = 0
+        self._salts: dict[int, str] = {}  # of the prefixes of episodes of which a turn was sampled
         self._keys = itertools.count()
         self._groups: dict[int, _Group] = {}
         self._waiting: deque[_Rollout] = deque()
@@ -146,6 +153,10 @@ class VLLMDecoder:
         cancelled = {id(group) for request_id in request_ids if (group := self._groups.pop(request_id, None))}
         self._drop(cancelled)
 
+    def end_episodes(self, episodes: Iterable[int]) -> None:
+        for episode in episodes:
+            self._salts.pop(episode, None)
+
     def step(self) -> list[EngineEvent]:
         self._begin_waiting()
         for output in self._core.step():
@@ -169,6 +180,8 @@ class VLLMDecoder:
         return scores[-len(completion_ids) :]
 
     def set_version(self, version: int) -> None:
+        if version <= self._core.version:
+            self._salts.clear()
         self._core.version = version
         self._publishes += 1
         if self._recompute:
@@ -192,7 +205,10 @@ class VLLMDecoder:
             params = self._shared_params if sampling is self._sampling else self._params(sampling)
         key = str(next(self._keys))
         self._running[key] = rollout
-        self._core.add(key, request.prompt_ids, params, str(self._publishes))
+        rollout.salt = str(self._publishes)
+        if rollout.episode is not None:
+            rollout.salt = self._salts.get(rollout.episode, rollout.salt)
+        self._core.add(key, request.prompt_ids, params, rollout.salt)
 
     def _record(self, output: Output) -> None:
         rollout = self._running.get(output.key)
@@ -213,6 +229,8 @@ class VLLMDecoder:
         elif finish != "length" or length < group.sampling.max_new_tokens:
             self._fail(group, f"vLLM ended a completion after {length} tokens, by {finish!r}.")
             return
+        if rollout.episode is not None and not self._recompute:
+            self._salts[rollout.episode] = rollout.salt
         group.unfinished -= 1
         if group.unfinished == 0:
             try:

@@ -4,6 +4,8 @@ Guarantees:
 
 - every submitted request ends in one event or is cancelled; a call that fails is repeated, a few times, on the server
   with the least to do, and the tokens sampled by then are kept with their versions;
+- a later turn of an episode goes to the server that sampled the turn before, if there is room for it, because its keys
+  and values may still be there. If they are kept across publishes, it goes on with the salt of the first turn;
 - a server gets work only while it carries the weights that are served now: a server that was lost and comes back gets
   those weights first (`server_watch.py`).
 
@@ -25,6 +27,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from trl_a3po.engines.vllm.noise import noise_seed
 from trl_a3po.engines.vllm.servers.calls import CallRequest, Calls, Ended
@@ -50,6 +53,7 @@ class ServerPool:
         sampling: the same for every request.
         request_timeout: seconds for one call.
         seeds: every call names the seed of its noise.
+        keeps_prefixes: a later turn may go on with keys and values that were computed before a publish.
     """
 
     def __init__(
@@ -59,11 +63,13 @@ class ServerPool:
         *,
         request_timeout: float,
         seeds: bool = False,
+        keeps_prefixes: bool = False,
     ):
         self.members = [PooledServer(server, info) for server, info in servers]
         self._sampling = sampling
         self._request_timeout = request_timeout
         self._seeds = seeds
+        self._keeps_prefixes = keeps_prefixes
         self.changing = threading.RLock()  # held while what servers carry is changed
         self._changed = threading.Condition()  # guards all that follows, and the members
         self._served_weights: ServedWeights | None = None
@@ -74,6 +80,7 @@ class ServerPool:
         self._in_flight: dict[int, InFlightCall] = {}
         self._jobs = JobQueue()
         self._groups: dict[int, PartialGroup] = {}
+        self._prefixes: dict[int, tuple[PooledServer, str]] = {}  # by episode: where the last turn was, and its salt
         self._events: list[EngineEvent] = []
         self._error: str | None = None
         self._closed = self._was_busy = False
@@ -115,6 +122,11 @@ class ServerPool:
             cancelled = set(request_ids)
             self._events = [event for event in self._events if event.request_id not in cancelled]
 
+    def end_episodes(self, episodes: Sequence[int]) -> None:
+        with self._changed:
+            for episode in episodes:
+                self._prefixes.pop(episode, None)
+
     # --- servers ------------------------------------------------------------------------------------------------
 
     def reachable(self) -> list[PooledServer]:
@@ -142,6 +154,8 @@ class ServerPool:
     def set_served_weights(self, served_weights: ServedWeights, carriers: Sequence[PooledServer]) -> None:
         """From now on work goes to `carriers`, which carry `served_weights`, and is stamped with its version."""
         with self._changed:
+            if self._served_weights is not None and served_weights.version <= self._served_weights.version:
+                self._prefixes.clear()
             self._served_weights = served_weights
             for member in self.members:
                 if member in carriers and member.state != "down":
@@ -268,9 +282,19 @@ class ServerPool:
             candidates = [m for m in candidates if m.has_room(len(job.sequences))]
             if not candidates:
                 return
-            member = min(candidates, key=lambda m: m.load / m.info.max_num_seqs)
             self._jobs.remove(job)
-            self._call(job, member, self._served_weights)
+            self._call(job, *self._place(job, candidates, self._served_weights))
+
+    def _place(
+        self, job: Job, candidates: list[PooledServer], weights: ServedWeights
+    ) -> tuple[PooledServer, ServedWeights]:
+        """The server that a job goes to, and the weights with the salt that its call names."""
+        member = min(candidates, key=lambda m: m.load / m.info.max_num_seqs)
+        episode = job.group.request.episode_of(job.number)
+        if episode is None or episode not in self._prefixes:
+            return member, weights
+        home, salt = self._prefixes[episode]
+        return home if home in candidates else member, replace(weights, salt=salt) if self._keeps_prefixes else weights
 
     def _call(self, job: Job, member: PooledServer, served_weights: ServedWeights) -> None:
         done, request, sampling = len(job.sequences[0].token_ids), job.group.request, job.group.sampling
@@ -317,8 +341,12 @@ class ServerPool:
             return
         for chunk in chunks:
             versions = call.versions_of(chunk.index, len(chunk.token_ids))
-            call.job.sequences[chunk.index].add(chunk, versions, call.job.group.sampling)
+            sequence, group = call.job.sequences[chunk.index], call.job.group
+            sequence.add(chunk, versions, group.sampling)
             self.tokens += len(chunk.token_ids)
+            episode = group.request.episode_of(group.number_of(sequence))
+            if episode is not None and sequence.finish and not group.cancelled:
+                self._prefixes[episode] = call.member, call.served_weights.salt
 
     def _returned(self, call: InFlightCall, fault: HttpFault | None) -> None:
         """Account for a call that has ended; the caller holds the lock."""

@@ -4,6 +4,7 @@ Guarantees: no threads and no I/O; the three lists of a rollout grow together; w
 again.
 """
 
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -72,6 +73,10 @@ class PartialGroup:
     def of(cls, request: GroupRequest, sampling: SamplingSettings) -> "PartialGroup":
         return cls(request, request.settings(sampling), [PartialRollout() for _ in range(request.num_rollouts)])
 
+    def number_of(self, sequence: PartialRollout) -> int:
+        """The number of a sequence within the group of the request."""
+        return self.request.first_rollout + self.sequences.index(sequence)
+
     @property
     def finished(self) -> bool:
         return all(sequence.finish for sequence in self.sequences)
@@ -97,7 +102,12 @@ class Job:
     @property
     def number(self) -> int:
         """Of its first rollout, among those of its group."""
-        return self.group.request.first_rollout + self.group.sequences.index(self.sequences[0])
+        return self.group.number_of(self.sequences[0])
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something of it was sampled before: of the completion, or turns before this one."""
+        return self.group.request.first_position > 0 or bool(self.sequences[0].token_ids)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -114,16 +124,14 @@ class Job:
 
 
 class JobQueue:
-    """Jobs that wait for a server, in order; later turns and jobs cut off go first."""
+    """Jobs that wait for a server, in order: jobs that were cut off or failed, later turns, and prompts."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
 
     def append(self, job: Job) -> None:
-        if job.group.request.first_position:  # a later turn
-            self._jobs.appendleft(job)
-        else:
-            self._jobs.append(job)
+        begun = sum(1 for _ in itertools.takewhile(lambda waiting: waiting.has_begun, self._jobs))
+        self._jobs.insert(begun if job.has_begun else len(self._jobs), job)
 
     def put_back(self, jobs: list[Job]) -> None:
         self._jobs.extendleft(reversed(jobs))

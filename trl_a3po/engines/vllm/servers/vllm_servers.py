@@ -163,6 +163,9 @@ class VLLMServers:
     def cancel(self, request_ids: Sequence[int]) -> None:
         self._started().pool.cancel(request_ids)
 
+    def end_episodes(self, episodes: Sequence[int]) -> None:
+        self._started().pool.end_episodes(episodes)
+
     def publish(self, update: WeightUpdate) -> None:
         """See `Engine.publish`. Raises `ValueError` when the update does not fit the weights the engine was started
         with, or is older than the version published last."""
@@ -260,6 +263,8 @@ class VLLMServers:
             sampling,
             request_timeout=self._request_timeout,
             seeds=self._deterministic,
+            # An adapter has a prefix cache of its own, whatever the salt.
+            keeps_prefixes=self._keeps and spec.peft_config is None,
         )
         if spec.peft_config is None:
             folder = CheckpointFolder(self._root, spec)
