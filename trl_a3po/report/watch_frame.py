@@ -69,15 +69,16 @@ def _header(view: WatchView, name: str, now: float, width: int, ascii_only: bool
 
 
 def _progress(view: WatchView, room: int, ascii_only: bool) -> Text:
-    if not view.max_steps:
-        return Text(f"step {view.step}")
-    words = f" step {view.step} of {view.max_steps}"
+    words = f"step {view.step}" + (f" of {view.max_steps}" if view.max_steps else "")
     if view.step_seconds is not None:
         words += f", {_duration(view.step_seconds)} each"
-        left = view.max_steps - view.step
-        if left > 0 and not view.ended:
-            words += f", {_duration(left * view.step_seconds)} left"
-    return _bar([(view.step / view.max_steps, "blue")], min(24, room - len(words)), ascii_only) + Text(words)
+    if not view.max_steps:
+        return Text(words)
+    left = view.max_steps - view.step
+    if view.step_seconds is not None and left > 0 and not view.ended:
+        words += f", {_duration(left * view.step_seconds)} left"
+    bar = _bar([(view.step / view.max_steps, "blue")], min(24, room - len(words) - 1), ascii_only)
+    return bar + Text(f" {words}")
 
 
 def _reward(view: WatchView, room: int, ascii_only: bool) -> Text | None:
