@@ -56,6 +56,7 @@ CASES = {  # setting -> (two values, the settings that go with them)
     "tool_timeout": (None, 5.0, {}),
     "episode_timeout": (None, 5.0, {}),
     "tool_threads": (64, 2, {}),
+    "environment_processes": (False, True, {}),
     "reward_workers": (0, 2, {}),
     "reward_timeout": (5.0, 6.0, {}),
     "reward_on_timeout": (None, 0.0, WORKERS),

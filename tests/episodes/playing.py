@@ -89,7 +89,7 @@ def runner_of(play, engine, **options) -> EpisodeRunner:
     return EpisodeRunner(engine, play, **options)
 
 
-def tool_runner(engine, tools=(), factories=None, *, tool_timeout=None, instances=None, **options):
+def tool_runner(engine, tools=(), factories=None, *, tool_timeout=None, instances=None, processes=None, **options):
     """A runner of TRL's tools and environments, its `ToolRollout` and its pool."""
     environment_tools = factories and {name: list(tools) for name in factories}
     made = templates(tools=tools, environment_tools=environment_tools)
@@ -97,7 +97,7 @@ def tool_runner(engine, tools=(), factories=None, *, tool_timeout=None, instance
     pool = EnvironmentPool(factories, calls, instances or {}) if factories else None
     play = ToolRollout(
         list(tools), made, calls, pool=pool, environment_tools=environment_tools, tool_timeout=tool_timeout,
-        several=bool(factories) and set(factories) != {None},
+        several=bool(factories) and set(factories) != {None}, processes=processes,
     )  # fmt: skip
     runner = runner_of(play, engine, templates=made, dropped=play.retire, closing=play.close, **options)
     return runner, play, pool

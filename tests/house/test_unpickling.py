@@ -13,6 +13,8 @@ OUR_OWN = {  # file -> whose pickles it reads
     "engines/vllm/process/vllm_worker.py": "the trainer, over the channel",
     "rewards/worker.py": "the trainer, over the channel",
     "rewards/messages.py": "a reward worker, over the channel",
+    "workers/object_worker.py": "the trainer, over the channel",
+    "workers/remote_object.py": "a process of an object, over the channel",
     "distributed/team.py": "itself",
 }
 READERS = {"pickle.loads", "pickle.load", "pickle.Unpickler", "cloudpickle.loads", "cloudpickle.load", "torch.load"}

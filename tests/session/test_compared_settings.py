@@ -31,8 +31,8 @@ DECIDE_NOTHING_SAVED = {
         vllm_tensor_parallel_size vllm_weight_transfer vllm_weights_dir""",
     "the forward pass": "packed_forward shared_prompt pad_to_multiple_of",
     "when something happens": """max_staleness weight_sync_steps max_attempts max_rejected_groups_in_a_row
-        stall_timeout tool_timeout episode_timeout tool_threads reward_timeout reward_on_timeout reward_workers
-        delivery_check_steps max_engine_gap dry_run""",
+        stall_timeout tool_timeout episode_timeout tool_threads environment_processes reward_timeout
+        reward_on_timeout reward_workers delivery_check_steps max_engine_gap dry_run""",
     "how the model is loaded": "model_init_kwargs trust_remote_code",
     "evaluation": "num_generations_eval",
     "logs": """kept_rollouts log_all_metrics log_completions log_completions_hub_repo log_multimodal log_unique_prompts

@@ -224,6 +224,14 @@ class EpisodeSettings:
     tool_threads: Count = field(
         default=64, metadata={"help": "Calls of synchronous tools and environments that run at the same time."}
     )
+    environment_processes: bool = field(
+        default=False,
+        metadata={
+            "help": "Run each environment in a process of its own, for environments that block Python, crash, or keep "
+            "state in their modules. A process that dies makes the attempt at its group fail, and is replaced. There "
+            "are as many processes as episodes played at the same time."
+        },
+    )
 
 
 @dataclass

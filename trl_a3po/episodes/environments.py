@@ -67,17 +67,22 @@ class EnvironmentPool:
         factories: what makes an instance, by the name of the environment.
         calls: makes the calls of instances.
         instances: instances that exist already, by the name of the environment. They are closed like the others.
+        uses_instances: whether episodes are given them.
     """
 
     def __init__(
-        self, factories: Mapping[str | None, Factory], calls: Calls, instances: Mapping[str | None, Iterable[Any]]
+        self,
+        factories: Mapping[str | None, Factory],
+        calls: Calls,
+        instances: Mapping[str | None, Iterable[Any]],
+        *,
+        uses_instances: bool = True,
     ):
         self._factories = factories
         self._calls = calls
-        self._idle = {
-            name: [Environment(name, instance) for instance in instances.get(name, ())] for name in factories
-        }
-        self._all = {environment for idle in self._idle.values() for environment in idle}
+        made = {name: [Environment(name, instance) for instance in instances.get(name, ())] for name in factories}
+        self._all = {environment for environments in made.values() for environment in environments}
+        self._idle = made if uses_instances else {name: [] for name in factories}
         self._closing: set[asyncio.Task[None]] = set()
 
     @property

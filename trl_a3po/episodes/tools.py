@@ -25,6 +25,7 @@ from trl_a3po.episodes.environments import Environment, EnvironmentPool
 from trl_a3po.episodes.episode import Episode, EpisodeResult
 from trl_a3po.episodes.templates import ChatTemplates, Message
 from trl_a3po.protocol.plain_copy import plain_copy
+from trl_a3po.workers.remote_object import ProcessEnded, RemoteObjects
 
 Tool = Callable[..., Any]
 
@@ -41,6 +42,7 @@ class ToolRollout:
         several: the row's `environment` names its environment.
         max_iterations: most turns in which tools are called.
         tool_timeout: seconds that one call of a tool or an environment may take; `None` for no limit.
+        processes: the processes of environments, which end with the run.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class ToolRollout:
         several: bool = False,
         max_iterations: int | None = None,
         tool_timeout: float | None = None,
+        processes: RemoteObjects | None = None,
     ):
+        self._processes = processes
         self._tools = {get_callable_name(tool): tool for tool in tools}
         self._templates = templates
         self._calls = calls
@@ -100,6 +104,8 @@ class ToolRollout:
         """Close every environment."""
         if self._pool is not None:
             await self._pool.close()
+        if self._processes is not None:
+            self._processes.end()
         self._calls.close()
 
     def _let_go(self, keys: Iterable[int]) -> list[Environment]:
@@ -172,6 +178,8 @@ class ToolRollout:
             with episode.waiting_for(f"tool {name!r}"):
                 result = await self._call(lambda: tool(**arguments), tool, own)
             return name, result if isinstance(result, list) else _encodable(str(result))
+        except ProcessEnded as error:
+            raise EnvironmentEnded(f"tool {name!r} of an environment: {error}") from error
         except Exception as error:
             episode.tool_failures += 1
             episode.tool_timeouts += isinstance(error, ToolTimeout)
@@ -207,6 +215,10 @@ class ToolRollout:
             if environment is not None:
                 environment.abandon_thread()
             raise ToolTimeout(f"no answer within tool_timeout={self._timeout:g} s") from None
+
+
+class EnvironmentEnded(Exception):
+    """The process of an environment has ended in the middle of an episode."""
 
 
 class ToolTimeout(Exception):

@@ -4,9 +4,12 @@ Guarantees: environments that TRL has made are closed with the others; what rewa
 belongs to it until its group has been scored.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import cloudpickle
 
 from trl_a3po.checks.data import context_of
 from trl_a3po.episodes.calls import Calls
@@ -17,6 +20,8 @@ from trl_a3po.episodes.templates import ChatTemplates
 from trl_a3po.episodes.tools import ToolRollout
 from trl_a3po.protocol.engine import Engine, SamplingSettings
 from trl_a3po.protocol.records import Group
+from trl_a3po.rollout.batch_rows import Row
+from trl_a3po.workers.remote_object import RemoteObjects
 
 if TYPE_CHECKING:
     from trl_a3po.session.checkpoint_hooks import CheckpointHooks
@@ -34,6 +39,7 @@ class Episodes:
 
     runner: EpisodeRunner
     tools: ToolRollout | None
+    _scored: dict[int, Any] = field(default_factory=dict)  # environments of scored episodes that may yet be taken
 
     def environments(self, group: Group) -> list[Any] | None:
         """The environments of a group that is being scored, as reward functions receive them; `None` if there are
@@ -43,7 +49,19 @@ class Episodes:
     def scored(self, group: Group) -> None:
         """The group has been scored: its environments are free."""
         if self.tools is not None:
-            self.runner.call(self.tools.give_back, list(_keys(group)))
+            keys = list(_keys(group))
+            self._scored.update(zip(keys, self.tools.environments(keys) or (), strict=False))
+            self.runner.call(self.tools.give_back, keys)
+
+    def taken(self, rows: Sequence[Row]) -> list[Any]:
+        """The environments in which the rows of a batch were played, for `trainer.environments`; `None` for one that
+        is not known any more. An environment may have been used again since."""
+        played = [group.rollouts[number].episode for group, number in rows]
+        keys = [-1 if episode is None else episode.key for episode in played]
+        found = [self._scored.get(key) for key in keys]
+        for key in [key for key in list(self._scored) if key <= max(keys)]:
+            del self._scored[key]
+        return found
 
 
 def runs_episodes(trainer: "CheckpointHooks") -> bool:
@@ -67,8 +85,10 @@ def build_episodes(trainer: "A3POTrainer", engine: Engine, sampling: SamplingSet
         environment_tools=trainer._env_tools if trainer.environment_factories else None,
     )
     calls, pool = Calls(limit=args.tool_threads), None
+    processes = RemoteObjects() if args.environment_processes else None
     if trainer.environment_factories:
-        pool = EnvironmentPool(trainer.environment_factories, calls, trainer._environment_pool)
+        factories = _factories(trainer, processes)
+        pool = EnvironmentPool(factories, calls, trainer._environment_pool, uses_instances=processes is None)
         trainer._environment_pool = {name: [] for name in trainer.environment_factories}
     tools = ToolRollout(
         trainer._standalone_tools,
@@ -79,6 +99,7 @@ def build_episodes(trainer: "A3POTrainer", engine: Engine, sampling: SamplingSet
         several=trainer._multi_environment,
         max_iterations=args.max_tool_calling_iterations,
         tool_timeout=args.tool_timeout,
+        processes=processes,
     )
     return Episodes(_runner(trainer, engine, sampling, tools, templates, tools), tools)
 
@@ -97,6 +118,14 @@ def remove_close_from_tools(trainer: "CheckpointHooks") -> None:
     trainer._env_tools = {
         name: [tool for tool in tools if tool not in closes] for name, tools in trainer._env_tools.items()
     }
+
+
+def _factories(trainer: "A3POTrainer", processes: RemoteObjects | None) -> Mapping[str | None, Callable[[], Any]]:
+    """What makes an environment, by its name: in this process, or in one of its own."""
+    if processes is None:
+        return trainer.environment_factories
+    pickled = {name: cloudpickle.dumps(factory) for name, factory in trainer.environment_factories.items()}
+    return {name: partial(processes.make, factory) for name, factory in pickled.items()}
 
 
 def _runner(
