@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import gather_object
 from peft import LoraConfig
 
+from tests.episodes.chat import call, chat_model, chat_tokenizer, questions, results_in, said
 from tests.runs import LENGTH, reward
 from tests.tiny import VOCAB, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
@@ -33,6 +34,7 @@ RUNS = {
     "sequence": {"importance_sampling_level": "sequence", "loss_type": "dr_grpo"},
     "shared-prompt": {"packed_forward": "on", "shared_prompt": "on"},
     "compared": {"compare_proximal_every": 1, "num_iterations": 2},
+    "episodes": {"episodes": True, "max_completion_length": 400, "learning_rate": 0.05},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
 }
 KL = {"lora": True, "loss_type": "grpo", "beta": 0.04}
@@ -89,7 +91,53 @@ class MeasuringEngine(StubEngine):
         super().publish(update)
 
 
-def build(folder: Path, mode: str, processes: int, *, lora: bool = False, **settings) -> A3POTrainer:
+class Steps:
+    """An environment whose prompt and reward are known."""
+
+    def reset(self, number, **row):
+        self.sum = number % 3
+        return f" {number}"
+
+    def step(self, k: int) -> int:
+        """Does a step.
+
+        Args:
+            k: its size
+
+        Returns:
+            the sum of the steps
+        """
+        self.sum += k
+        return self.sum
+
+    def get_reward(self):
+        return float(self.sum)
+
+
+def play(prompt_ids, number: int) -> list[int]:
+    done = results_in(prompt_ids)
+    return said(f"turn {done}" + call("step", k=done + number)) if done < number else said(f"end {number}")
+
+
+def arguments(folder: Path, lora: bool, episodes: bool, evaluates: bool) -> dict:
+    """What a trainer is given beside its configuration."""
+    if episodes:
+        environment = {"environment_factory": Steps, "reward_funcs": None}
+        return {
+            "model": chat_model(), "processing_class": chat_tokenizer(), "train_dataset": questions(32), **environment
+        }  # fmt: skip
+    return {
+        "model": str(folder / "model"),
+        "reward_funcs": reward,
+        "train_dataset": tiny_prompts(),
+        "eval_dataset": tiny_prompts(8) if evaluates else None,
+        "peft_config": LoraConfig(r=4, target_modules="all-linear") if lora else None,
+    }
+
+
+def build(
+    folder: Path, mode: str, processes: int, *, lora: bool = False, episodes: bool = False, **settings
+) -> A3POTrainer:
     args = A3POConfig(
         log_all_metrics=True,
         **{
@@ -111,21 +159,14 @@ def build(folder: Path, mode: str, processes: int, *, lora: bool = False, **sett
             "delivery_check_steps": 0,
             "report_to": "none",
             "disable_tqdm": True,
-            "model_init_kwargs": {"dtype": "float32"},
-            "engine": MeasuringEngine(scripted_completion(VOCAB, LENGTH)),
+            "model_init_kwargs": None if episodes else {"dtype": "float32"},
+            "engine": MeasuringEngine(play if episodes else scripted_completion(VOCAB, LENGTH)),
             **MODES[mode],
             **settings,
         },
     )
     torch.manual_seed(3)  # an adapter's initialisation
-    return A3POTrainer(
-        str(folder / "model"),
-        reward,
-        args=args,
-        train_dataset=tiny_prompts(),
-        eval_dataset=tiny_prompts(8) if "eval_strategy" in settings else None,
-        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
-    )
+    return A3POTrainer(args=args, **arguments(folder, lora, episodes, "eval_strategy" in settings))
 
 
 def gathers_after_preparing(trainer: A3POTrainer) -> list[None]:

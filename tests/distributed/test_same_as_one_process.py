@@ -75,6 +75,12 @@ def test_an_evaluation_scores_what_one_process_scores(folder, spread):
     assert expected and logged(spread / "evaluation", "eval_reward") == pytest.approx(expected, rel=1e-5)
 
 
+def test_episodes_are_those_of_one_process(folder, spread):
+    for name in ("a3po/episodes/turns", "tools/call_frequency", "rewards/Steps/mean", "completions/mean_length"):
+        expected = logged(folder / "one" / "episodes", name)
+        assert len(expected) == 3 and logged(spread / "episodes", name) == pytest.approx(expected, rel=1e-5), name
+
+
 def test_the_anchors_compare_over_all_processes_as_in_one(folder, spread):
     """Sums, means and extremes of the tokens of every process, at a batch's first optimizer step and its later one."""
     names = {name for entry in log(folder / "one" / "compared")["history"] for name in entry if "/compare/" in name}
