@@ -1,20 +1,31 @@
 """Random episodes whose tools, environments and engine fail: every prompt is trained once or reported, every instance
 is closed once, and no token is older than the bound."""
 
+import gc
+import os
 import random
+import signal
 import threading
 import time
+from functools import partial
+from pathlib import Path
 
+import cloudpickle
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.episodes.chat import TOKENIZER, call, results_in, said
 from tests.episodes.playing import ScriptedEngine, tool_runner
 from tests.rollout.queue_fakes import update
+from tests.workers.processes import is_gone, until
+from trl_a3po.episodes.episode import Episode
+from trl_a3po.episodes.http_connection import HTTPConnection
 from trl_a3po.errors import GenerationFailed
 from trl_a3po.protocol.records import Score
 from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.rollout.queue import EndOfData, GenerationQueue
+from trl_a3po.workers.remote_object import RemoteObjects
 
 BATCH, ROLLOUTS, BOUND, TAKES = 2, 2, 2, 4
 
@@ -22,9 +33,10 @@ BATCH, ROLLOUTS, BOUND, TAKES = 2, 2, 2, 4
 class World:
     """Draws, from a seed, what fails."""
 
-    def __init__(self, seed: int, chance: float):
+    def __init__(self, seed: int, chance: float, hangs: bool = False):
         self._random, self._lock = random.Random(seed), threading.Lock()
-        self._chance = chance
+        self._chance, self._hangs = chance, hangs
+        self.over = threading.Event()
         self.made: list = []
         self.used_after_close = False
 
@@ -34,6 +46,8 @@ class World:
         if delay < 0.1:
             time.sleep(delay / 20)
         if draw < self._chance:
+            if self._hangs and delay < 0.5 and what != "factory":
+                self.over.wait(60)
             raise ConnectionError(what)
 
     def environment(self):
@@ -76,10 +90,26 @@ def talk(prompt_ids, number):
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.02, 0.1, 0.3]))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_prompt_is_trained_once_or_reported_and_every_instance_closed_once(seed, chance):
-    world = World(seed, chance)
+    train(seed, chance)
+
+
+def train(seed: int, chance: float, *, hangs: bool = False, apart: bool = False) -> bool:
+    """A run in which `chance` of what can fail fails. Returns whether it ended with `GenerationFailed`.
+
+    Args:
+        hangs: what can fail may also hang, until long after the run.
+        apart: environments have processes of their own, which may die.
+    """
+    world = World(seed, chance, hangs)
     noise = random.Random(seed + 1)
     engine = ScriptedEngine(talk, fails=lambda request: "died" if noise.random() < chance / 4 else None)
-    runner, play, pool = tool_runner(engine, factories={None: world.environment})
+    remote = RemoteObjects() if apart else None
+    environment = (
+        partial(remote.make, cloudpickle.dumps(partial(Apart, seed, chance))) if remote else world.environment
+    )
+    runner, play, pool = tool_runner(
+        engine, factories={None: environment}, tool_timeout=0.05 if hangs else None, processes=remote
+    )
     messages = [[{"role": "user", "content": f"q{n}"}] for n in range(40)]
     prompts = PromptStream(
         ({"prompt": prompt} for prompt in messages),
@@ -90,7 +120,8 @@ def test_every_prompt_is_trained_once_or_reported_and_every_instance_closed_once
         keys = [rollout.episode.key for rollout in group.rollouts]
         environments = play.environments(keys)
         rewards = [list(rollout.episode.rewards.values()) for rollout in group.rollouts]
-        assert [[float(environment.calls)] for environment in environments] == rewards
+        if not hangs and not apart:
+            assert [[float(environment.calls)] for environment in environments] == rewards
         runner.call(play.give_back, keys)
         return Score(rewards)
 
@@ -119,8 +150,54 @@ def test_every_prompt_is_trained_once_or_reported_and_every_instance_closed_once
     finally:
         queue.close()
         runner.close()
+        world.over.set()
     assert len(set(trained)) == len(trained) and (reported or len(trained) == BATCH * TAKES)
     assert [environment.closes for environment in world.made] == [1] * len(world.made)
     assert pool.open == 0 and not world.used_after_close
     outcomes = queue.outcomes()
     assert outcomes.open_prompts == outcomes.open_attempts == 0 and outcomes.count("trained") == len(trained)
+    return reported
+
+
+class Apart(Environment):
+    """An environment in a process of its own, which dies now and then."""
+
+    def __init__(self, seed: int, chance: float):
+        super().__init__(World(seed + os.getpid(), chance))
+        self._chance = chance
+
+    def tool(self):
+        if random.random() < self._chance / 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().tool()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_long_run_of_random_failures_leaves_nothing():
+    """As long as `TRL_A3PO_FAULT_MINUTES` says, or three minutes."""
+    until_time = time.monotonic() + 60 * float(os.environ.get("TRL_A3PO_FAULT_MINUTES", "3"))
+    train(0, 0.1)
+    train(0, 0.1, apart=True)
+    threads, files, runs, reported = threading.active_count(), open_files(), 0, 0
+    while time.monotonic() < until_time:
+        runs += 1
+        chance = [0.02, 0.1, 0.3][runs % 3]
+        reported += train(runs, chance, hangs=runs % 4 == 1, apart=runs % 8 == 2)
+        until(lambda: threading.active_count() <= threads)
+        until(lambda: open_files() <= files)
+        assert not children(), "a process is left"
+        gc.collect()
+        left = [one for one in gc.get_objects() if type(one) in (Environment, Episode, HTTPConnection)]
+        assert not left, f"{len(left)} objects are left after run {runs}"
+    print(f"{runs} runs, of which {reported} ended with GenerationFailed, left nothing.")
+    assert runs > reported > 0
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def children() -> list[str]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return [pid for task in tasks for pid in task.read_text().split() if not is_gone(int(pid))]
