@@ -244,6 +244,11 @@ BUILT = {
     "weights for other rewards": (
         None, {"reward_weights": [1.0, 2.0]}, ValueError, "Number of reward weights (2) must match"),
     "a tool that is no function": (None, {"tools": ["search"]}, TypeError, "tools holds 'search', which cannot be"),
+    "two tools of one name": (
+        None, {"tools": [print, print]}, ValueError, "tools holds 2 functions named 'print', and the policy calls"),
+    "an environment that is made already": (
+        None, {"environment_factory": {"a": object()}}, TypeError,
+        "environment_factory['a'] is <object object at"),
     "one tool": (None, {"tools": print}, TypeError, "is not a list: pass a list of functions"),
     "rollout_func": (
         None, {"rollout_func": print}, ValueError, "Write it as `async def rollout(episode)`, which plays one"),

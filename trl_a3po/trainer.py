@@ -45,6 +45,7 @@ from trl_a3po.checks.arguments import (
     check_outside_training,
     check_processing_class,
     check_reward_functions,
+    check_tool_names,
 )
 from trl_a3po.checks.changed_arguments import SettingsInUse
 from trl_a3po.checks.completions import check_completions, check_some_reward, has_reward
@@ -205,7 +206,9 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             warn_of_noise(args, policy)
         check_reward_functions(args, reward_functions(self), self.reward_func_names)
         if self.environment_factories:
-            check_environments(args, reward_functions(self), self.reward_func_names)
+            functions, names = reward_functions(self), self.reward_func_names
+            check_environments(args, functions, names, self.environment_factories)
+            check_tool_names(self._standalone_tools, self._env_tools)
         self._team = Team(timeout=args.ddp_timeout + args.stall_timeout)
         self._running = self._trained_before = self._has_evaluated = False
         self._reward_thread = new_reward_thread()
@@ -465,6 +468,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             self._rollout_log.begin_batch()
         rows = balanced_rows(groups, self._team.size, self.model.config.get_text_config().hidden_size)
         batch.rows = rank_share(rows, self._team.rank, self._team.size)
+        if self.environment_factories and self._team.is_main:
+            self.environments = self._main_session.environments_of(batch.rows)
         return [example_of(row) for row in batch.rows]
 
     def _end_evaluations(self) -> None:

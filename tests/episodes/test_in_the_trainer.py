@@ -1,6 +1,7 @@
 """Episodes in a run of `A3POTrainer`: failures that end it, evaluations, a resume, and weights that change in an
 episode."""
 
+import os
 import threading
 import time
 from typing import ClassVar
@@ -8,8 +9,10 @@ from typing import ClassVar
 import pytest
 import torch
 
+from tests.episodes.apart import Apart
 from tests.episodes.chat import call, chat_model, chat_tokenizer, questions, results_in, said
 from tests.runs import GENERATIONS, TakeRecorder, build, logged
+from tests.workers.processes import is_gone
 from trl_a3po import A3POTrainer, EpisodeResult
 from trl_a3po.errors import GenerationFailed, StallError
 from trl_a3po.testing import StubEngine
@@ -89,6 +92,13 @@ def test_close_is_no_tool_and_every_instance_is_closed_once(tmp_path):
     assert closed_once() and len(Environment.made) > GENERATIONS
 
 
+def test_the_environments_of_the_last_batch_can_be_read_after_training(tmp_path):
+    trainer = trainer_of(tmp_path, max_staleness=0, max_steps=1)
+    trainer.train()
+    calls = [environment.calls for environment in trainer.environments]
+    assert calls == [*range(GENERATIONS)] * (len(calls) // GENERATIONS) and calls
+
+
 @pytest.mark.parametrize("where", ["reset", "get_reward"])
 def test_an_environment_that_always_fails_ends_the_run_with_its_words(tmp_path, where):
     Environment.fails = where
@@ -103,6 +113,58 @@ def test_environments_are_refused_to_reward_workers(tmp_path):
 
     with pytest.raises(ValueError, match=r"reward_workers=1, but the reward function 'sees' asks for `environments`"):
         trainer_of(tmp_path, reward_funcs=sees, reward_workers=1)
+
+
+def apart(tmp_path, **attributes):
+    """The class, with its attributes, as a script would define it: it is pickled by value."""
+    made = type("Apart", (Apart,), {"folder": str(tmp_path), **attributes})
+    made.__module__ = "__main__"
+    return made
+
+
+@pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_environments_in_processes_train_are_closed_once_and_may_die(tmp_path, dies):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    trainer = trainer_of(
+        tmp_path, environment_factory=apart(notes, dies=dies), environment_processes=True, max_staleness=0, max_steps=1
+    )
+    trainer.train()
+    assert logged(trainer, "rewards/Apart/mean") == [1.5]
+    killed = 0
+    for path in notes.glob("[0-9]*"):
+        closes = path.read_text().count("close")
+        assert int(path.name) != os.getpid() or path.read_text() == "close\n"  # TRL's own, which is not used
+        killed += closes == 0
+        assert (closes <= 1 and is_gone(int(path.name))) or int(path.name) == os.getpid()
+    assert killed == dies
+
+
+def test_environments_in_processes_are_refused_where_they_cannot_be(tmp_path):
+    def sees(environments, **kwargs):
+        return [0.0] * len(environments)
+
+    with pytest.raises(ValueError, match=r"environment_processes=True, but the reward function 'sees' asks for"):
+        trainer_of(tmp_path, reward_funcs=sees, environment_processes=True)
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"environment_processes=True, but environment_factory cannot be sent to a"):
+        trainer_of(tmp_path, environment_factory=lambda: Environment() if lock else None, environment_processes=True)
+
+
+def test_a_tool_may_not_have_the_name_of_an_environments_method(tmp_path):
+    def step(k: int) -> int:
+        """Does a step.
+
+        Args:
+            k: a number
+
+        Returns:
+            the number
+        """
+        return k
+
+    with pytest.raises(ValueError, match=r"tools and environment_factory both hold 'step'"):
+        trainer_of(tmp_path, tools=[step])
 
 
 def test_what_episodes_cost_is_logged(tmp_path):

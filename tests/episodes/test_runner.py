@@ -280,6 +280,22 @@ def test_a_report_names_prompt_turn_wait_and_seconds(runner_for):
     assert "Set tool_timeout and episode_timeout" in runner.describe()
 
 
+def test_a_report_names_a_function_that_blocks_the_event_loop(runner_for):
+    entered, leave = threading.Event(), threading.Event()
+
+    async def blocks_the_loop(episode):
+        entered.set()
+        leave.wait(60)
+
+    runner, request = runner_for(blocks_the_loop), group(1)
+    runner.submit([request])
+    until(lambda: (runner.wait(0.01) and False) or entered.is_set())
+    report = runner.describe()
+    leave.set()
+    assert "All episodes wait for blocks_the_loop, which blocks the thread" in report and "test_runner.py" in report
+    assert "asyncio.to_thread" in report and "tool_timeout" not in report
+
+
 def test_an_episode_that_does_not_let_itself_be_cancelled_is_abandoned(runner_for, caplog, monkeypatch):
     monkeypatch.setattr("trl_a3po.episodes.runner.CANCEL_TIMEOUT", 0.1)
     stubborn = asyncio.Event()

@@ -8,9 +8,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import cloudpickle
 from accelerate.utils import is_compiled_module
 from peft import PeftModel
 from transformers import PreTrainedModel, ProcessorMixin
+from trl.trainer.utils import get_callable_name
 
 from trl_a3po.checks.policy import check_parallelism
 from trl_a3po.config import A3POConfig
@@ -28,6 +30,7 @@ def check_arguments(model: Any, reward_funcs: Any, args: A3POConfig, others: dic
     check_engine(args)  # which may have been set after the configuration was made
     _check_rollout_func(others)
     _check_tools(others.get("tools"))
+    _check_factory(others.get("environment_factory"))
     if args.parallelism_config is not None:
         split = args.parallelism_config
         check_parallelism(split.tp_size, split.cp_size, split.sp_size)
@@ -64,14 +67,52 @@ def check_on_group(on_group: Any) -> None:
         raise TypeError(f"on_group={on_group!r} is not a function: pass one that takes a finished group.")
 
 
-def check_environments(args: A3POConfig, functions: Sequence[Callable[..., Any] | None], names: Sequence[str]) -> None:
-    """Raise `ValueError` for a reward function that asks for environments, which a reward worker cannot be given."""
-    for function, name in zip(functions, names, strict=True):
-        if args.reward_workers and function is not None and "environments" in _parameters(function):
+def check_environments(
+    args: A3POConfig,
+    functions: Sequence[Callable[..., Any] | None],
+    names: Sequence[str],
+    factories: Mapping[str | None, Any],
+) -> None:
+    """Raise `ValueError` for a reward function that asks for environments which it cannot be given, and for an
+    environment that cannot be made in a process of its own."""
+    asking = [
+        name
+        for function, name in zip(functions, names, strict=True)
+        if function is not None and "environments" in _parameters(function)
+    ]
+    if args.reward_workers and asking:
+        raise ValueError(
+            f"reward_workers={args.reward_workers}, but the reward function {asking[0]!r} asks for `environments`, "
+            "which stay in the training process: set reward_workers=0, or let the environment give the reward in "
+            "get_reward()."
+        )
+    if not args.environment_processes:
+        return
+    if asking:
+        raise ValueError(
+            f"environment_processes=True, but the reward function {asking[0]!r} asks for `environments`, which are in "
+            "other processes: let the environment give the reward in get_reward(), or set environment_processes=False."
+        )
+    for name, factory in factories.items():
+        which = "environment_factory" if name is None else f"the environment factory {name!r}"
+        try:
+            cloudpickle.dumps(factory)
+        except Exception as error:
             raise ValueError(
-                f"reward_workers={args.reward_workers}, but the reward function {name!r} asks for `environments`, "
-                "which stay in the training process: set reward_workers=0, or let the environment give the reward in "
-                "get_reward()."
+                f"environment_processes=True, but {which} cannot be sent to a process: {error!r}. Create what cannot "
+                "be pickled in the environment's __init__, or set environment_processes=False."
+            ) from error
+
+
+def check_tool_names(tools: Sequence[Any], of_environments: Mapping[str | None, Sequence[Any]]) -> None:
+    """Raise `ValueError` for a method of an environment with the name of a tool, by which the policy calls both."""
+    names = {get_callable_name(tool) for tool in tools}
+    for every in of_environments.values():
+        methods = [tool.__name__ for tool in every if tool not in tools]
+        if both := sorted(names.intersection(methods)):
+            raise ValueError(
+                f"tools and environment_factory both hold {both[0]!r}, and the policy calls a tool by its name: "
+                "rename the tool, or the method of the environment."
             )
 
 
@@ -107,9 +148,10 @@ def _check_rollout_func(others: dict[str, Any]) -> None:
         return
     if not is_async(rollout_func):
         raise ValueError(
-            "rollout_func is a function of prompts and a trainer, which samples in the training process and would "
-            "stop generation while it trains. Write it as `async def rollout(episode)`, which plays one episode: "
-            "`turn = await episode.sample(messages)` samples from the engine, and the function returns the reward."
+            "rollout_func is a function of prompts and a trainer, which samples in the training process. The policy "
+            "is trained there meanwhile, and such samples would have no versions. Write it as `async def "
+            "rollout(episode)`, which plays one episode: `turn = await episode.sample(messages)` samples from the "
+            "engine, and the function returns the reward. docs/agents.md says what each part becomes."
         )
     for name in ("tools", "environment_factory"):
         if others.get(name):
@@ -127,6 +169,26 @@ def _check_tools(tools: Any) -> None:
     for tool in tools:
         if not callable(tool):
             raise TypeError(f"tools holds {tool!r}, which cannot be called: pass functions.")
+    names = [get_callable_name(tool) for tool in tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"tools holds {names.count(twice)} functions named {twice!r}, and the policy calls a tool by its name: "
+            "give each one its own __name__."
+        )
+
+
+def _check_factory(factory: Any) -> None:
+    """`environment_factory`, whose calls make environments."""
+    named = factory.items() if isinstance(factory, Mapping) else [(None, factory)]
+    for name, one in named:
+        if one is None or callable(one):
+            continue
+        where = "environment_factory" if name is None else f"environment_factory[{name!r}]"
+        raise TypeError(
+            f"{where} is {one!r}, which cannot be called: each episode needs an environment of its own, so pass "
+            f"what makes one, such as the class {type(one).__name__} itself."
+        )
 
 
 def _check_model_object(model: Any) -> None:

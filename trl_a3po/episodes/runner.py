@@ -19,8 +19,10 @@ import contextlib
 import itertools
 import logging
 import math
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +50,8 @@ from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 logger = logging.getLogger(__name__)
 
 ENGINE_POLL_SECONDS = 0.005  # how late a turn reaches an engine that is at work
+ANSWER_SECONDS = 1.0  # in which an event loop that is not blocked answers
+NOT_USERS = {"asyncio", "selectors", "threading", "trl_a3po"}
 CANCEL_TIMEOUT = 2.0  # seconds for episodes to end when they are cancelled
 CLOSE_TIMEOUT = 10.0  # seconds for everything that belongs to the event loop
 
@@ -183,6 +187,8 @@ class EpisodeRunner:
         playing = [one for one in episodes if not one[0].over]
         if not playing:
             return ""
+        if blocked := self._blocked_by():
+            return blocked
         outside = [one for one in playing if one[0].doing != "sampling"] or playing
         episode, group = min(outside, key=lambda one: one[0].doing_since)
         seconds = time.monotonic() - episode.doing_since
@@ -191,6 +197,25 @@ class EpisodeRunner:
             f"rollout {episode.number}, turn {episode.turns + 1}, {episode.doing} for {seconds:.1f} s. Set "
             "tool_timeout and episode_timeout, at which a tool fails and an episode is tried again, or, if it needs "
             "that long, raise stall_timeout."
+        )
+
+    def _blocked_by(self) -> str:
+        """What keeps the event loop from going on, if it does not answer."""
+        answered = threading.Event()
+        self.call(answered.set)
+        frame = None if answered.wait(ANSWER_SECONDS) else sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return ""
+        # From what runs now outwards, so that the last one is the rollout function.
+        lines = [(each.f_globals.get("__name__", ""), line, each.f_code) for each, line in traceback.walk_stack(frame)]
+        users = [line for line in lines if line[0].partition(".")[0] not in NOT_USERS]
+        if not users:  # it goes on, only slowly
+            return ""
+        _, number, code = users[-1]
+        return (
+            f"All episodes wait for {code.co_name}, which blocks the thread that plays them, at {code.co_filename}, "
+            f"line {number}. No timeout can end that: have it `await`, call what blocks with `await "
+            "asyncio.to_thread(...)`, or make it a synchronous tool, which runs in a thread of its own."
         )
 
     # --- the thread of the queue ---------------------------------------------------------------------------------

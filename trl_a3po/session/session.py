@@ -21,6 +21,7 @@ from trl_a3po.report.rollout_log import begin_rollouts
 from trl_a3po.report.run_timeline import begin_timeline, facts_of_take
 from trl_a3po.report.timeline import Timeline
 from trl_a3po.rewards.recorded import RecordedRewards
+from trl_a3po.rollout.batch_rows import Row
 from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.session.build_engine import build_engine, engine_dtype, known_slots
 from trl_a3po.session.build_episodes import build_episodes
@@ -217,6 +218,12 @@ class Session:
             if self._episodes is not None:
                 closing.callback(self._episodes.runner.close)
             closing.callback(self.queue.close)
+
+    def environments_of(self, rows: Sequence[Row]) -> list[Any] | None:
+        """The environments in which the rows of a batch were played; `None` if there are none."""
+        if self._episodes is None or self._episodes.tools is None:
+            return None
+        return self._episodes.taken(rows)
 
     def _environments(self, group: Group) -> list[Any] | None:
         return None if self._episodes is None else self._episodes.environments(group)
