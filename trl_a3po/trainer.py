@@ -324,8 +324,9 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         processes, forward = self.accelerator.num_processes, self._training_forward.description(model)
         stage = zero_stage(self)
         shared = 0 if stage == 3 else shared_with_engine(self.args, model, self.accelerator.device, dtype)
+        optimizer = None if self.optimizer is None else type(self.optimizer).__name__
         return trainer_plan(
-            self.args, model, engine_slots(self.args), dtype.itemsize, forward, processes, stage, shared
+            self.args, model, engine_slots(self.args), dtype.itemsize, forward, processes, stage, shared, optimizer
         )
 
     def close(self) -> None:

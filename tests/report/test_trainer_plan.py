@@ -4,11 +4,12 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 from tests.tiny import save_tiny_model, tiny_config, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.models.attention_shape import kv_values_per_token
+from trl_a3po.models.memory import LayerShape, optimizer_bytes
 from trl_a3po.objectives.table import OBJECTIVES
 from trl_a3po.report.trainer_plan import trainer_plan
 from trl_a3po.testing import StubEngine
@@ -111,3 +112,50 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys):
     trainer = A3POTrainer(model, lambda **kwargs: [], args=args, train_dataset=tiny_prompts())
     assert trainer.train().global_step == 0
     assert "trainer memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_states_of_an_optimizer_are_counted_as_it_allocates_them(optim, dtype):
+    model = AutoModelForCausalLM.from_config(tiny_config(), dtype=dtype)
+    make, options = Trainer.get_optimizer_cls_and_kwargs(config(optim=optim))
+    optimizer = make(model.parameters(), **options)
+    model(torch.tensor([[3, 4, 5]])).logits.sum().backward()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    numbers = sum(p.numel() for p in model.parameters())
+    allocated = sum(value.nbytes for value in states if torch.is_tensor(value))
+    assert numbers * optimizer_bytes(optim, dtype.itemsize) == allocated
+
+
+def test_states_that_are_not_known_are_named():
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    assert "and the states of MyOptimizer, which are not known" in trainer_plan(
+        config(), model, 4, 4, "padded", optimizer="MyOptimizer"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_what_a_forward_pass_keeps(dtype, checkpointing):
+    """Within 20 %: what a backward pass adds while it repeats one layer is left out here."""
+    shape = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
+    model = AutoModelForCausalLM.from_config(tiny_config(**shape), dtype=dtype).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    parameters, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, or another tensor would take its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logps = model(torch.full((4, 128), 5), use_cache=False).logits.float().log_softmax(-1)
+    measured = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in parameters)
+    size = LayerShape.of(model.config)
+    estimate = size.activation_bytes(4 * 128, dtype.itemsize, checkpointing=checkpointing)
+    if checkpointing:
+        whole = size.activation_bytes(4 * 128, dtype.itemsize, checkpointing=False)
+        logits = logps.nbytes * (dtype.itemsize + 4) // 4
+        estimate -= (whole - logits) // size.layers
+    assert estimate == pytest.approx(measured, rel=0.2)

@@ -18,12 +18,21 @@ from trl_a3po.rollout.wait_reasons import QueueStatus
 
 
 def begin_timeline(
-    args: A3POConfig, run: str | None, version: int, resumed: bool, *, slots: int | None, max_steps: int
+    args: A3POConfig,
+    run: str | None,
+    version: int,
+    resumed: bool,
+    *,
+    slots: int | None,
+    max_steps: int,
+    rules: dict[str, Any],
+    devices: dict[str, int],
 ) -> Timeline:
     """The timeline of `run`, which starts, or is resumed, at `version`, and ends after `max_steps`.
 
     Args:
         slots: completions that the engine decodes at a time, `None` where only the engine knows.
+        rules, devices: of the run, as `trl_a3po.planning` reads them.
     """
     return Timeline(
         Path(args.output_dir or ".") / NAME,
@@ -38,6 +47,8 @@ def begin_timeline(
         max_steps=max_steps,
         settings=recorded_settings(args),
         packages={"trl-a3po": __version__, "Python": platform.python_version(), **package_versions()},
+        rules=rules,
+        devices=devices,
     )
 
 

@@ -65,6 +65,7 @@ class AttemptRecord:
         oldest, newest: versions of the oldest and of the newest token, `None` if no rollouts came back.
         taken_version: the policy version at which the group was taken, `None` if it was not taken.
         tokens: completion tokens of its rollouts.
+        lengths: completion tokens of each of its rollouts.
         submitted, finished, scoring, scored, ended: when the attempt went to the engine, when its rollouts came back,
             when scoring began, when the rewards were there, and when it got its outcome.
     """
@@ -77,6 +78,7 @@ class AttemptRecord:
     newest: int | None
     taken_version: int | None
     tokens: int
+    lengths: list[int]
     submitted: float | None
     finished: float | None
     scoring: float | None

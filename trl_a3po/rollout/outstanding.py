@@ -143,6 +143,7 @@ class OutstandingPrompt:
     def record(self, outcome: str, taken_version: int | None, now: float) -> AttemptRecord:
         """The record of the present attempt, which ends now with this `outcome`."""
         rollouts = self.finished_group.rollouts if self.stage in FINISHED else []
+        lengths = [len(rollout.token_ids) for rollout in rollouts]
         return AttemptRecord(
             prompt=self.prompt.index,
             attempt=self.attempt,
@@ -151,7 +152,8 @@ class OutstandingPrompt:
             oldest=self.oldest if rollouts else None,
             newest=self.newest if rollouts else None,
             taken_version=taken_version,
-            tokens=sum(len(rollout.token_ids) for rollout in rollouts),
+            tokens=sum(lengths),
+            lengths=lengths,
             submitted=self.stage_times.get("in the engine"),
             finished=self.stage_times.get("waiting for its reward"),
             scoring=self.stage_times.get("being scored"),

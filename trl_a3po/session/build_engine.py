@@ -17,6 +17,8 @@ from trl_a3po.engines.several import SeveralEngines
 from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
 from trl_a3po.engines.vllm.process.vllm_engine import VLLMEngine
 from trl_a3po.engines.vllm.servers.vllm_servers import VLLMServers
+from trl_a3po.planning.rules import groups_that_fill
+from trl_a3po.planning.simulation import Split
 from trl_a3po.protocol.engine import Engine
 from trl_a3po.session.cores import engine_threads
 
@@ -40,7 +42,7 @@ def build_engine(args: A3POConfig, device: torch.device) -> Engine:
 def engine_slots(args: A3POConfig) -> int:
     """How many completions are decoded at a time, on all devices of the engine together."""
     if args.engine == "vllm":
-        return args.engine_slots or VLLM_SLOTS * max(1, len(args.engine_devices))
+        return args.engine_slots or VLLM_SLOTS * engines_of(args)
     return args.engine_slots or min(args.generation_batch_size, MOST_SLOTS * max(1, len(args.engine_devices)))
 
 
@@ -50,14 +52,23 @@ def known_slots(args: A3POConfig) -> int | None:
     return args.engine_slots if elsewhere else engine_slots(args)
 
 
+def engines_of(args: A3POConfig) -> int:
+    """How many engines generate: one on each device or server, and one if none is named."""
+    return len(args.vllm_server_urls or args.engine_devices) or 1
+
+
+def split_of(args: A3POConfig, trainers: int) -> Split:
+    """How a run of `trainers` processes shares out its devices."""
+    return Split(trainers, engines_of(args), -(-engine_slots(args) // engines_of(args)))
+
+
 def groups_in_engine(args: A3POConfig) -> int | None:
-    """How many groups are submitted to the engine at a time: as many as fill its slots, and two more to refill them at
-    once. The other groups are submitted later, under newer weights, which leaves room to overtake a slow group. `None`
+    """How many groups are submitted to the engine at a time: `groups_that_fill` its slots. The other groups are submitted later, under newer weights, which leaves room to overtake a slow group. `None`
     submits all groups: either there are no newer weights to wait for, or the engine schedules its requests
     itself."""
     if args.engine != "transformers" or args.lag is not None or args.schedule == "periodic":
         return None
-    return -(-engine_slots(args) // args.num_generations) + 2
+    return groups_that_fill(engine_slots(args), args.num_generations)
 
 
 def engine_dtype(args: A3POConfig, model: PreTrainedModel, mixed_precision: str) -> torch.dtype:

@@ -1,0 +1,234 @@
+"""How close the planner's forecasts are to measured runs.
+
+    python recipes/benchmarks/forecasts.py                      # all runs, two minutes on two cores
+    python recipes/benchmarks/forecasts.py slow_engine ragged   # some of them
+    python recipes/benchmarks/forecasts.py --engine transformers
+
+Every run is a real one: the trainer, the queue and the rewards are those of any run, and the times are read from its
+timeline. The policy is tiny, and artificial delays make the runs reproducible: the engine decodes with as many slots as
+it is given, in steps of a given time, and training takes a given time for each token. With `--engine transformers`,
+nothing is delayed but the rewards.
+
+The rates are measured once, in the run `calibration`, whose schedule is "sync". The other runs have other settings, and
+their forecasts are made from those rates, from the lengths of the completions in the calibration where they are the
+same, and from the settings. `error` is that of the forecast.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import TrainerCallback
+
+from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.cli.smoke import save_smoke_model, smoke_reward, smoke_rows
+from trl_a3po.planning.finished_run import FinishedRun, finished_run
+from trl_a3po.planning.forecast import forecast
+from trl_a3po.planning.workload import Fixed
+from trl_a3po.protocol.engine import EngineEvent, GroupFinished, GroupRequest
+from trl_a3po.protocol.records import Rollout
+from trl_a3po.report.timeline import read_timeline
+from trl_a3po.testing import StubEngine
+
+GENERATIONS, LONGEST, VOCABULARY, STEPS = 4, 48, 33, 14
+DECODE_STEP, DECODE_SEQUENCE = 0.006, 0.0004  # seconds of a decode step, and what each sequence adds to it
+TRAINING_TOKEN = 0.0012  # seconds
+
+
+@dataclass(frozen=True)
+class Measured:
+    """
+    Args:
+        settings: of the `A3POConfig`, beside those of the calibration.
+        slots: of the engine.
+        mean: length of completions before they are cut at `LONGEST`.
+        reward: seconds of a group.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    slots: int = 32
+    mean: float = 20.0
+    reward: float = 0.002
+
+
+RUNS = {
+    "calibration": Measured({"schedule": "sync"}),
+    "balanced": Measured(),
+    "slow_engine": Measured(slots=6),
+    "slow_training": Measured({"num_iterations": 2}),
+    "slow_reward": Measured(reward=0.12),
+    "small_staleness": Measured({"max_staleness": 1}, slots=12),
+    "ragged": Measured({"max_staleness": 1, "max_completion_length": 240}, mean=60.0),
+    "periodic": Measured({"schedule": "periodic", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}),
+    "fixed_lag": Measured({"schedule": "fixed_lag", "max_staleness": 1}),
+}  # fmt: skip
+
+
+class PacedEngine(StubEngine):
+    """An engine with slots that decodes in real time: each step lasts as long as `DECODE_STEP` and `DECODE_SEQUENCE`
+    say, and every sequence that has a slot gets a token, stamped with the version published last."""
+
+    def __init__(self, slots: int, mean: float, longest: int):
+        self.mean, self.longest = mean, longest
+        super().__init__(self.completion)
+        self.slots = slots
+        self.begun: list[list[Any]] = []  # request, rollout, tokens so far, versions
+        self.waiting: deque[tuple[GroupRequest, Rollout]] = deque()
+        self.ended: dict[int, list[Rollout]] = {}
+        self.next_step: float | None = None
+
+    def completion(self, prompt_ids: Sequence[int], rollout: int) -> list[int]:
+        noise = random.Random(f"{list(prompt_ids)} {rollout} {len(self.requests)}")
+        length = min(self.longest, 1 + int(noise.expovariate(1 / self.mean)))
+        return [noise.randrange(3, VOCABULARY) for _ in range(length)]
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        with self._lock:
+            super().submit(requests)
+            events, self._events = self._events, []
+            for request, event in zip(requests, events, strict=True):
+                self.ended[request.request_id] = []
+                self.waiting.extend((request, rollout) for rollout in event.rollouts)
+
+    def wait(self, timeout: float) -> list[EngineEvent]:
+        until = time.monotonic() + timeout
+        while True:
+            with self._lock:
+                self.begun += [[*self.waiting.popleft(), []] for _ in range(self.room())]
+            if not self.begun:
+                self.next_step = None
+                time.sleep(min(timeout, 0.001))
+                return []
+            step = DECODE_STEP + DECODE_SEQUENCE * len(self.begun)
+            self.next_step = (time.monotonic() if self.next_step is None else self.next_step) + step
+            time.sleep(max(0.0, self.next_step - time.monotonic()))
+            if (events := self.decode()) or time.monotonic() >= until:
+                return events
+
+    def room(self) -> int:
+        return min(len(self.waiting), self.slots - len(self.begun))
+
+    def decode(self) -> list[EngineEvent]:
+        with self._lock:
+            events: list[EngineEvent] = []
+            for sequence in list(self.begun):
+                request, rollout, versions = sequence
+                versions.append(self.version)
+                if len(versions) < len(rollout.token_ids):
+                    continue
+                self.begun.remove(sequence)
+                ended = self.ended[request.request_id]
+                ended.append(replace(rollout, versions=versions))
+                if len(ended) == request.num_rollouts:
+                    events.append(GroupFinished(request.request_id, self.ended.pop(request.request_id)))
+            return events
+
+
+class PacedTraining(TrainerCallback):
+    """Has every training forward and its backward pass last at least `TRAINING_TOKEN` for each completion token."""
+
+    def __init__(self, trainer: A3POTrainer):
+        compute = trainer.compute_loss
+
+        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            began, tokens = time.monotonic(), int(inputs["completion_mask"].sum())
+            loss = compute(model, inputs, *args, **kwargs)
+            time.sleep(max(0.0, began + TRAINING_TOKEN * tokens - time.monotonic()))
+            return loss
+
+        trainer.compute_loss = compute_loss
+
+
+def delayed_reward(seconds: float):
+    def reward(completion_ids, **kwargs):
+        time.sleep(seconds)
+        return smoke_reward(completion_ids)
+
+    return reward
+
+
+def make_run(run: Measured, folder: Path, engine: str) -> None:
+    """Train, and leave the timeline in `folder`."""
+    settings = {
+        "per_device_train_batch_size": 32,
+        "gradient_accumulation_steps": 1,
+        "num_generations": GENERATIONS,
+        "max_completion_length": LONGEST,
+        "max_staleness": 4,
+        **run.settings,
+    }
+    paced = engine == "paced"
+    chosen = PacedEngine(run.slots, run.mean, settings["max_completion_length"]) if paced else engine
+    args = A3POConfig(
+        output_dir=str(folder),
+        engine=chosen,
+        engine_slots=run.slots,
+        max_steps=STEPS * settings.get("num_iterations", 1),
+        learning_rate=1e-7,
+        delivery_check_steps=0,
+        use_cpu=True,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **settings,
+    )
+    with TemporaryDirectory() as model:
+        save_smoke_model(Path(model))
+        trainer = A3POTrainer(model, delayed_reward(run.reward), args, train_dataset=smoke_rows(256))
+        if paced:
+            PacedTraining(trainer)
+        trainer.train()
+
+
+def forecast_of(run: Measured, own: FinishedRun, calibration: FinishedRun):
+    """The forecast of a run from the rates of the calibration, and from its own settings."""
+    same_lengths = run.mean == Measured.mean
+    work = replace(calibration.work, reward_seconds=Fixed(run.reward))
+    work = work if same_lengths else replace(work, lengths=own.work.lengths)
+    return forecast(work, calibration.rates, replace(own.split, slots=run.slots), own.rules)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=", ".join(RUNS))
+    parser.add_argument("--engine", choices=("paced", "transformers"), default="paced")
+    parser.add_argument("--folder", type=Path, help="keep the runs here, and read those that are here already")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    parsed = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table("run", "measured", "forecast", "error", "waiting", "forecast", "bound", "limit")
+    numbers = {}
+    with TemporaryDirectory() as folder:
+        folder = parsed.folder or Path(folder)
+        for name in dict.fromkeys(["calibration", *(parsed.runs or RUNS)]):
+            if not (folder / name / "timeline.jsonl").is_file():
+                make_run(RUNS[name], folder / name, parsed.engine)
+            own = finished_run(read_timeline(folder / name))
+            if name == "calibration":
+                calibration = own
+                print(calibration.rates)
+            made = forecast_of(RUNS[name], own, calibration)
+            error = made.step_seconds / own.step_seconds - 1
+            numbers[name] = {"measured": own.step_seconds, "forecast": made.step_seconds, "error": error}
+            limit = made.verdict.limit if made.verdict else ""
+            table.add_row(name, f"{own.step_seconds:.3f} s", f"{made.step_seconds:.3f} s", f"{error:+.1%}",
+                          f"{own.waiting:.0%}", f"{made.waiting:.0%}", f"{made.bound:.3f} s", limit)  # fmt: skip
+    Console().print(table)
+    if parsed.json:
+        parsed.json.write_text(json.dumps(numbers, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What a finished run did, from its timeline: its rules, lengths, rewards and rates, for the forecast of another run.
+
+Guarantees: only what happened after the first take and before the end of the last optimizer step counts; evaluations
+and saving count as nothing, so a forecast leaves them out.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from trl_a3po.planning.rates import EngineSpeed, Rates
+from trl_a3po.planning.rules import Rules
+from trl_a3po.planning.simulation import Split
+from trl_a3po.planning.workload import Measured, Workload
+
+Lines = list[dict[str, Any]]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+FEWEST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """
+    Args:
+        work, rates, split, rules: as `simulate` takes them.
+        step_seconds: measured time of an optimizer step.
+        waiting: share of that time in which the trainer waited for groups.
+    """
+
+    work: Workload
+    rates: Rates
+    split: Split
+    rules: Rules
+    step_seconds: float
+    waiting: float
+
+
+def finished_run(lines: Lines) -> FinishedRun:
+    """Read a run from the lines that `read_timeline` returns.
+
+    Raises:
+        ValueError: the run is too short, or an earlier version wrote its timeline.
+    """
+    starts = [number for number, line in enumerate(lines) if line["kind"] == "start"]
+    if not starts:
+        raise ValueError("The timeline has no first line: give the output_dir of a run.")
+    start, lines = lines[starts[-1]], lines[starts[-1] + 1 :]
+    rules, split = Rules.of_start(start), Split(**start["devices"])
+    kinds = {
+        kind: [line for line in lines if line["kind"] == kind]
+        for kind in ("step", "take", "publish", "evaluation", "group", "engine_start")
+    }
+    groups = [group for group in kinds["group"] if group["finished"] is not None and group["submitted"] is not None]
+    trained = [group for group in kinds["group"] if group["outcome"] == "trained" and group["scored"] is not None]
+    takes, steps = kinds["take"], kinds["step"]
+    # The first step starts the engine, and the last groups are sampled by an engine that runs dry.
+    measured = [step for step in steps if len(takes) > 1 and step["began"] >= takes[0]["ended"]]
+    if len(measured) < FEWEST_STEPS or not trained:
+        raise ValueError(
+            f"The run has {len(measured)} optimizer steps after its first take, which is too few for its rates: give "
+            f"one with at least {FEWEST_STEPS}."
+        )
+    since, until = measured[0]["began"], measured[-1]["ended"]
+    seconds = _seconds(measured, since, until) - _seconds(kinds["evaluation"], since, until)
+    publishes = [line["ended"] - line["began"] for line in kinds["publish"] if since <= line["began"] < until]
+    rates = Rates(
+        engine=EngineSpeed(_engine_points(groups, split, rules.num_generations)),
+        optimizer_seconds=0.0,
+        training_tokens_per_second=_training_rate(kinds, trained, since, until)
+        * rules.num_iterations
+        / split.trainers,
+        publish_seconds=float(np.mean(publishes)) if publishes and rules.lag is None else 0.0,
+    )
+    scoring = [[group["scored"] - group["scoring"]] for group in trained if group["scoring"] is not None]
+    return FinishedRun(
+        work=Workload(
+            Measured([group["lengths"] for group in groups if group["lengths"]]),
+            Measured(scoring),
+        ),
+        rates=rates,
+        split=split,
+        rules=rules,
+        step_seconds=seconds / len(measured),
+        waiting=_seconds(takes, since, until) / seconds,
+    )
+
+
+def _training_rate(kinds: dict[str, Lines], trained: Lines, since: float, until: float) -> float:
+    """Completion tokens trained per second of training, over the takes whose training lies within the times."""
+    other = [line for kind in ("take", "publish", "evaluation", "engine_start") for line in kinds[kind]]
+    tokens = seconds = 0.0
+    bounds = [take["ended"] for take in kinds["take"]]
+    for this, following in pairwise([*bounds, until]):
+        if since <= this < following <= until:
+            seconds += following - this - _seconds(other, this, following)
+            tokens += sum(group["tokens"] for group in trained if _taken_at(group, bounds) == this)
+    return tokens / seconds
+
+
+def _taken_at(group: dict[str, Any], bounds: list[float]) -> float:
+    """The end of the take that handed out the group, which is the first one after the group's end."""
+    return min((bound for bound in bounds if bound >= group["ended"]), default=float("inf"))
+
+
+def _engine_points(groups: Lines, split: Split, num_generations: int) -> list[tuple[float, float]]:
+    """Sequences of one engine, and its tokens per second with so many.
+
+    While every sequence has a slot, a group takes as many decode steps as its longest completion has tokens, which
+    gives the time of a step for the number of sequences at that time. Where sequences wait for slots, the tokens of
+    all groups and the time in which the engine had work give one point.
+    """
+    spans = np.array([(group["submitted"], group["finished"]) for group in groups])
+    edges, active = _active(groups)
+    slots = split.slots * split.engines
+    durations = np.diff(edges)
+    capped = np.minimum(active, slots)
+    busy = float(durations[active > 0].sum())
+    tokens = sum(group["tokens"] for group in groups)
+    mean = float((capped * durations).sum()) / busy
+    if float(durations[active > slots].sum()) > 0.1 * busy:
+        return [(mean / split.engines, tokens / busy / split.engines)]
+    total = np.concatenate([[0.0], np.cumsum(capped * durations)])
+    longest = np.array([max(group["lengths"]) for group in groups], dtype=float)
+    beside = np.diff(np.interp(spans, edges, total))[:, 0] / np.diff(spans)[:, 0]
+    steps = np.diff(spans)[:, 0] / longest
+    return _affine_points(beside / split.engines, steps, longest)
+
+
+def _affine_points(sequences: Array, seconds: Array, weights: Array) -> list[tuple[float, float]]:
+    """The ends of the line through the times of a decode step: `seconds = a + b · sequences`, with `a, b >= 0`."""
+    low, high = float(sequences.min()), float(sequences.max())
+    middle, mean = np.average(sequences, weights=weights), np.average(seconds, weights=weights)
+    spread = np.average((sequences - middle) ** 2, weights=weights)
+    slope = np.average((sequences - middle) * (seconds - mean), weights=weights) / spread if spread > 1e-9 else 0.0
+    slope = float(np.clip(slope, 0.0, mean / middle))
+    ends = [high] if high - low < 1e-6 else [low, high]
+    return [(end, end / float(mean + slope * (end - middle))) for end in ends]
+
+
+def _active(groups: Lines) -> tuple[Array, Array]:
+    """Times, and the number of unfinished sequences between each two of them. The sequences of a group are taken to
+    begin together, and to end in the proportion of their lengths."""
+    begins, ends = [], []
+    for group in groups:
+        longest, seconds = max(group["lengths"]), group["finished"] - group["submitted"]
+        begins += [group["submitted"]] * len(group["lengths"])
+        ends += [group["submitted"] + seconds * length / longest for length in group["lengths"]]
+    times = np.array(begins + ends)
+    order = np.argsort(times, kind="stable")
+    changes = np.array([1] * len(begins) + [-1] * len(ends))[order]
+    return times[order], np.cumsum(changes)[:-1].astype(float)
+
+
+def _seconds(lines: Lines, since: float, until: float) -> float:
+    """Time that the lines lasted between two moments."""
+    return float(sum(max(0.0, min(line["ended"], until) - max(line["began"], since)) for line in lines))
