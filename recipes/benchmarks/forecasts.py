@@ -5,13 +5,12 @@
     python recipes/benchmarks/forecasts.py --engine transformers
 
 Every run is a real one: the trainer, the queue and the rewards are those of any run, and the times are read from its
-timeline. The policy is tiny, and artificial delays make the runs reproducible: the engine decodes with as many slots as
-it is given, in steps of a given time, and training takes a given time for each token. With `--engine transformers`,
+timeline. The policy is tiny, and artificial delays make the runs reproducible: the engine decodes in steps of a given
+time, with as many slots as it is given, and training takes a given time for each token. With `--engine transformers`,
 nothing is delayed but the rewards.
 
-The rates are measured once, in the run `calibration`, whose schedule is "sync". The other runs have other settings, and
-their forecasts are made from those rates, from the lengths of the completions in the calibration where they are the
-same, and from the settings. `error` is that of the forecast.
+The rates are measured once, in the run `calibration`, whose schedule is "sync". The other runs have other settings,
+and are forecast from those rates and from these settings. `error` is that of the forecast.
 """
 
 import argparse
@@ -82,8 +81,8 @@ class PacedEngine(StubEngine):
         self.mean, self.longest = mean, longest
         super().__init__(self.completion)
         self.slots = slots
-        self.begun: list[list[Any]] = []  # request, rollout, tokens so far, versions
-        self.waiting: deque[tuple[GroupRequest, Rollout]] = deque()
+        self.begun: list[tuple[Any, ...]] = []  # request, tokens, log-probs, versions so far
+        self.waiting: deque[tuple[GroupRequest, list[int], list[float]]] = deque()
         self.ended: dict[int, list[Rollout]] = {}
         self.next_step: float | None = None
 
@@ -93,18 +92,29 @@ class PacedEngine(StubEngine):
         return [noise.randrange(3, VOCABULARY) for _ in range(length)]
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
+        sequences = [(request, rollout) for request in requests for rollout in range(request.num_rollouts)]
+        tokens = [self.completion(request.prompt_ids, rollout) for request, rollout in sequences]
+        logps = self.logps([request.prompt_ids for request, _ in sequences], tokens)
         with self._lock:
-            super().submit(requests)
-            events, self._events = self._events, []
-            for request, event in zip(requests, events, strict=True):
-                self.ended[request.request_id] = []
-                self.waiting.extend((request, rollout) for rollout in event.rollouts)
+            self.requests.extend(requests)
+            self.ended |= {request.request_id: [] for request in requests}
+            self.waiting.extend(zip((request for request, _ in sequences), tokens, logps, strict=True))
+
+    @torch.no_grad()
+    def logps(self, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of all completions in one forward pass, which takes next to no time."""
+        whole = [[*prompt, *completion] for prompt, completion in zip(prompts, tokens, strict=True)]
+        longest = max(map(len, whole))
+        replica, _ = self._started()
+        ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in whole])
+        logps = replica(ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        return [row[len(p) - 1 :][: len(t)].tolist() for row, p, t in zip(logps, prompts, tokens, strict=True)]
 
     def wait(self, timeout: float) -> list[EngineEvent]:
         until = time.monotonic() + timeout
         while True:
             with self._lock:
-                self.begun += [[*self.waiting.popleft(), []] for _ in range(self.room())]
+                self.begun += [(*self.waiting.popleft(), []) for _ in range(self.room())]
             if not self.begun:
                 self.next_step = None
                 time.sleep(min(timeout, 0.001))
@@ -122,13 +132,13 @@ class PacedEngine(StubEngine):
         with self._lock:
             events: list[EngineEvent] = []
             for sequence in list(self.begun):
-                request, rollout, versions = sequence
+                request, tokens, logps, versions = sequence
                 versions.append(self.version)
-                if len(versions) < len(rollout.token_ids):
+                if len(versions) < len(tokens):
                     continue
                 self.begun.remove(sequence)
                 ended = self.ended[request.request_id]
-                ended.append(replace(rollout, versions=versions))
+                ended.append(Rollout(tokens, logps, versions, "length"))
                 if len(ended) == request.num_rollouts:
                     events.append(GroupFinished(request.request_id, self.ended.pop(request.request_id)))
             return events

@@ -1,8 +1,10 @@
-"""The command `trl-a3po`: train from a recipe, describe this machine, find what is wrong, watch a run, draw runs.
+"""The command `trl-a3po`: train from a recipe, describe this machine, find what is wrong, forecast a run, watch a run,
+draw runs.
 
     trl-a3po train recipes/lora_24gb.yaml --learning_rate 2e-5
     trl-a3po env
     trl-a3po doctor recipes/lora_24gb.yaml
+    trl-a3po plan --run outputs/one --gpus 8
     trl-a3po watch outputs/one
     trl-a3po plot outputs/one outputs/other --output both.png
 
@@ -33,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if arguments[:1] == ["doctor"] and not {"-h", "--help"} & set(arguments):  # takes the settings of a recipe too
         sys.exit(_doctor(arguments[1:]))
+    if arguments[:1] == ["plan"]:  # takes the settings of a recipe too
+        _plan(arguments[1:])
+        return
     parsed = _parser().parse_args(arguments)
     try:
         parsed.run(parsed)
@@ -57,11 +62,22 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("watched", type=Path, metavar="RUN", help="folder of a run, or its timeline.jsonl")
     watch.add_argument("--once", action="store_true", help="print one frame, for a pipe or a log")
     watch.set_defaults(run=_watch)
+    plan = commands.add_parser("plan", help="forecast a run: time of a step, idle shares, best split of GPUs")
+    plan.add_argument("what", nargs="*", metavar="--run RUN | --config RECIPE.yaml | --gpus N …", help="see --help")
     plot = commands.add_parser("plot", help="draw one or several runs in one image")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its trainer_state.json")
     plot.add_argument("--output", type=Path, default=Path("runs.png"), help="image file (default: runs.png)")
     plot.set_defaults(run=_plot)
     return parser
+
+
+def _plan(arguments: Sequence[str]) -> None:
+    from trl_a3po.cli.plan import run
+
+    try:
+        run(arguments)
+    except (OSError, ValueError) as error:
+        _parser().exit(2, f"trl-a3po plan: {' '.join(str(error).split())}\n")
 
 
 def _env(parsed: argparse.Namespace) -> None:

@@ -17,8 +17,8 @@ SIMULATED = 5
 
 
 def splits(gpus: int, per_engine: int, slots: int, rules: Rules) -> list[Split]:
-    """Every way to share out `gpus` GPUs, with `per_engine` GPUs for each engine: each trainer trains the same number of
-    completions of a take.
+    """Every way to share out `gpus` GPUs, with `per_engine` GPUs for each engine, in which each trainer trains the
+    same number of completions of a take.
 
     Raises:
         ValueError: there is none.
@@ -54,8 +54,8 @@ def best_splits(
     candidates: list[Split],
     fits: Callable[[Split], bool] = lambda split: True,
 ) -> list[Forecast]:
-    """Forecasts of the most promising splits, the fastest first. Of equally fast ones, that with fewer engines is first,
-    whose tokens are fresher.
+    """Forecasts of the most promising splits, the fastest first. Of equally fast ones, that with fewer engines is
+    first, whose tokens are fresher.
 
     Raises:
         ValueError: no split fits.

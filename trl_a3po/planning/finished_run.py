@@ -109,8 +109,8 @@ def _engine_points(groups: Lines, split: Split, num_generations: int) -> list[tu
     """Sequences of one engine, and its tokens per second with so many.
 
     While every sequence has a slot, a group takes as many decode steps as its longest completion has tokens, which
-    gives the time of a step for the number of sequences at that time. Where sequences wait for slots, the tokens of
-    all groups and the time in which the engine had work give one point.
+    gives the time of a step for the number of sequences at that time. Where sequences wait for slots, the tokens of all
+    groups and the time in which the engine had work give one point.
     """
     spans = np.array([(group["submitted"], group["finished"]) for group in groups])
     edges, active = _active(groups)
@@ -126,17 +126,18 @@ def _engine_points(groups: Lines, split: Split, num_generations: int) -> list[tu
     longest = np.array([max(group["lengths"]) for group in groups], dtype=float)
     beside = np.diff(np.interp(spans, edges, total))[:, 0] / np.diff(spans)[:, 0]
     steps = np.diff(spans)[:, 0] / longest
-    return _affine_points(beside / split.engines, steps, longest)
+    return _affine_points(beside / split.engines, steps, longest, split.slots)
 
 
-def _affine_points(sequences: Array, seconds: Array, weights: Array) -> list[tuple[float, float]]:
-    """The ends of the line through the times of a decode step: `seconds = a + b · sequences`, with `a, b >= 0`."""
+def _affine_points(sequences: Array, seconds: Array, weights: Array, slots: int) -> list[tuple[float, float]]:
+    """The ends of the line through the times of a decode step: `seconds = a + b · sequences`, with `a, b >= 0`. It ends
+    at the number of slots; where the number of sequences was always the same, there is one point."""
     low, high = float(sequences.min()), float(sequences.max())
     middle, mean = np.average(sequences, weights=weights), np.average(seconds, weights=weights)
     spread = np.average((sequences - middle) ** 2, weights=weights)
     slope = np.average((sequences - middle) * (seconds - mean), weights=weights) / spread if spread > 1e-9 else 0.0
     slope = float(np.clip(slope, 0.0, mean / middle))
-    ends = [high] if high - low < 1e-6 else [low, high]
+    ends = [high] if high - low < 1e-6 else sorted({low, float(max(high, slots))})
     return [(end, end / float(mean + slope * (end - middle))) for end in ends]
 
 

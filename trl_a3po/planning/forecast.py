@@ -22,8 +22,8 @@ class Forecast:
     Args:
         split: what it is a forecast of.
         step_seconds: of an optimizer step.
-        bound: the least seconds that a step can take: the longest of training with its publishes, generation in engines
-            that are full, and rewards.
+        bound: the least seconds that a step can take: the longest of training with its publishes, generation, and
+            rewards.
         tokens_per_second: completion tokens trained per second.
         waiting, publishing: shares of the trainer's time.
         engine_idle: share of the time in which an engine has nothing to do, mean of the engines.
@@ -56,9 +56,7 @@ class Forecast:
 def forecast(work: Workload, rates: Rates, split: Split, rules: Rules, seed: int = 0) -> Forecast:
     """Simulate the run for long enough that its means settle."""
     takes = min(MOST_TAKES, max(LEAST_TAKES, SEQUENCES // rules.completions_per_take))
-    whole = math.lcm(rules.micro_steps_per_step, rules.micro_steps_per_take * rules.takes_per_generation)
-    whole //= rules.micro_steps_per_take  # takes after which the same moment of a generation batch comes again
-    simulated = simulate(work, rates, split, rules, takes=-(-takes // whole) * whole, seed=seed)
+    simulated = simulate(work, rates, split, rules, takes=takes, seed=seed)
     return _forecast(simulated, bound_seconds(work, rates, split, rules), split, rules)
 
 
@@ -66,7 +64,8 @@ def bound_seconds(work: Workload, rates: Rates, split: Split, rules: Rules) -> f
     """The least seconds of an optimizer step, whatever is done at the same time.
 
     Training and publishing take turns on the trainer's devices. Generation is bounded by the tokens of a step at the
-    engines' highest speed, and the rewards by their workers.
+    highest speed of engines that decode as much as their slots and `max_staleness` allow, and the rewards by their
+    workers.
     """
     groups = rules.groups_per_take / rules.steps_per_take
     tokens = groups * rules.num_generations * work.lengths.mean
@@ -74,7 +73,8 @@ def bound_seconds(work: Workload, rates: Rates, split: Split, rules: Rules) -> f
     generation_steps = rules.takes_per_generation * rules.steps_per_take
     between = math.ceil(rules.weight_sync_steps / generation_steps) * generation_steps
     training += rates.optimizer_seconds + rates.publish_seconds / between
-    generation = tokens / (rates.engine.fastest(split.slots) * split.engines)
+    decoded = min(split.slots, rules.takes_in_bound * rules.completions_per_take / split.engines)
+    generation = tokens / (rates.engine.fastest(decoded) * split.engines)
     return max(training, generation, groups * work.reward_seconds.mean / rules.reward_workers)
 
 

@@ -55,10 +55,10 @@ class EngineSpeed:
     def tokens_per_second(self, sequences: float) -> float:
         return sequences / self.step_seconds(sequences)
 
-    def fastest(self, slots: int) -> float:
-        """Most tokens per second with at most `slots` sequences."""
-        inside = [sequences for sequences in self._sequences if sequences < slots]
-        return max(self.tokens_per_second(sequences) for sequences in (*inside, slots))
+    def fastest(self, most: float) -> float:
+        """Most tokens per second with at most `most` sequences."""
+        inside = [sequences for sequences in self._sequences if sequences < most]
+        return max(self.tokens_per_second(sequences) for sequences in (*inside, most))
 
 
 @dataclass(frozen=True, slots=True)

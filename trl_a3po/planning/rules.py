@@ -4,6 +4,7 @@ Guarantees: the numbers are those that the run's queue is built from. The first 
 forecast of a finished run follows the rules of that run.
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
@@ -86,11 +87,22 @@ class Rules:
         return self.micro_steps_per_take / self.micro_steps_per_step
 
     @property
+    def takes_in_cycle(self) -> int:
+        """Takes after which a generation batch and an optimizer step end together again."""
+        generation = self.micro_steps_per_take * self.takes_per_generation
+        return math.lcm(generation, self.micro_steps_per_step) // self.micro_steps_per_take
+
+    @property
+    def takes_in_bound(self) -> int:
+        """Takes for which groups may be outstanding right after a publish (`TakePlan.capacity`)."""
+        return math.ceil((self.max_staleness + 1) / self.steps_per_take)
+
+    @property
     def completions_per_take(self) -> int:
         return self.groups_per_take * self.num_generations
 
 
 def groups_that_fill(slots: int, num_generations: int) -> int:
-    """Groups that keep the slots of the `transformers` engine in use: as many as fill them, and two more to refill them
-    at once."""
+    """Groups that keep the slots of the `transformers` engine in use: as many as fill them, and two more to refill
+    them at once."""
     return -(-slots // num_generations) + 2

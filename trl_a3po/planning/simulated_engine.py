@@ -1,7 +1,7 @@
 """Continuous batching in simulated time: sequences share an engine with a fixed number of slots.
 
 Guarantees: a sequence gets a slot in the order in which it was submitted; all sequences with a slot decode at the same
-pace, that of the engine's speed at their number; a token counts for the version that was published when it was sampled.
+pace, which the engine's speed gives for their number; a token has the version that was published when it was sampled.
 """
 
 import heapq

@@ -1,14 +1,14 @@
 """A run in simulated time: the queue of a real run, with engines, rewards and a trainer that only take time.
 
-Guarantees: what is submitted, scored and taken when is decided by `rollout.queue_core.QueueCore`, which decides it in a
-real run too; the lines that a simulation returns are those of a timeline, so whatever reads a timeline reads a
-simulation. The same arguments give the same run.
+Guarantees: what is submitted, scored and taken when is decided by `rollout.queue_core.QueueCore`, as in a real run;
+the lines that a simulation returns are those of a timeline, so whatever reads a timeline reads a simulation. The same
+arguments give the same run.
 """
 
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -57,7 +57,6 @@ class Simulated:
 
     Args:
         lines: of the whole simulation, as `read_timeline` returns them.
-        measured_from: index in `lines` of the last line of the warm-up.
         steps: optimizer steps.
         seconds: their duration.
         takes: how many takes.
@@ -90,14 +89,16 @@ class Simulated:
 def simulate(
     work: Workload, rates: Rates, split: Split, rules: Rules, *, takes: int, warm_up: int | None = None, seed: int = 0
 ) -> Simulated:
-    """Simulate `takes` takes of a run that goes on behind them, after a warm-up.
+    """Simulate at least `takes` takes of a run that goes on behind them, after a warm-up. What is measured begins and
+    ends with a generation batch and an optimizer step.
 
     Args:
         warm_up: takes of the warm-up; by default as many as the queue needs to fill, twice.
     """
-    ahead = int(rules.max_staleness / rules.steps_per_take) + 1
+    ahead = rules.takes_in_bound
     warm_up = 2 * (ahead + rules.takes_per_generation) if warm_up is None else warm_up
-    return _Run(work, rates, split, rules, warm_up, takes, warm_up + takes + ahead + 2, seed).run()
+    end = warm_up + takes + 2 * rules.takes_in_cycle + ahead + 2
+    return _Run(work, rates, split, rules, warm_up, takes, end, seed).run()
 
 
 class _Run:
@@ -137,7 +138,9 @@ class _Run:
         self.changes = [0] * split.engines  # an event of an engine is void once something else has changed it
         self.loads = [(0, number) for number in range(split.engines)]  # groups, engine: a heap
         self.load_of = [0] * split.engines
-        self.tokens: dict[int, dict[int, float]] = {}  # by version, of each group that has been sampled
+        self.prompts: dict[int, int] = {}  # of the requests in the engines
+        self.lengths: dict[int, list[float]] = {}  # of the completions of each prompt
+        self.tokens: dict[int, dict[int, float]] = {}  # by version, of each prompt whose group has been sampled
         self.idle_workers = rules.reward_workers
         self.ready = self.to_score = 0
         self.deadline: int | None = None
@@ -188,10 +191,10 @@ class _Run:
                     self.measured.steps += 1
                     self.measured.seconds += self.now - step_began
                 step_began = self.now
-                # Measuring begins and ends with whole steps.
-                if not self.is_measured and take + 1 >= self.warm_up:
+                whole = used + 1 == rules.micro_steps_per_take and (take + 1) % rules.takes_in_cycle == 0
+                if whole and not self.is_measured and take + 1 >= self.warm_up:
                     self._measure()
-                elif self.measured.takes >= self.takes:
+                elif whole and self.measured.takes >= self.takes:
                     self._end()
                     yield None
 
@@ -272,8 +275,9 @@ class _Run:
         for request in self.core.submissions():
             number = self._least_loaded()
             self._load(number, 1)
-            lengths = self.work.lengths.draw(self.generator, self.rules.num_generations)
-            self.engines[number].submit(self.now, request.request_id, lengths.tolist())
+            lengths = self.work.lengths.draw(self.generator, self.rules.num_generations).tolist()
+            self.prompts[request.request_id], self.lengths[request.noise_key] = request.noise_key, lengths
+            self.engines[number].submit(self.now, request.request_id, lengths)
             touched.add(number)
         for number in touched:
             self._expect(number)
@@ -300,7 +304,7 @@ class _Run:
         for request_id, tokens in ended:
             versions = sorted(tokens)
             rollout = Rollout([0] * len(versions), [0.0] * len(versions), versions)
-            self.tokens[self.core._by_request[request_id].prompt.index] = tokens
+            self.tokens[self.prompts.pop(request_id)] = tokens
             self.core.engine_event(GroupFinished(request_id, [rollout]))
             self.to_score += 1
             self._load(number, -1)
@@ -341,8 +345,8 @@ class _Run:
         self.measured.lines.append({"kind": kind, "began": began, "ended": self.now, **facts})
 
     def _attempt_ended(self, attempt: AttemptRecord) -> None:
-        tokens = sum(self.tokens[attempt.prompt].values())
-        self.measured.lines.append({"kind": "group", **asdict(attempt), "tokens": round(tokens)})
+        lengths = self.lengths.pop(attempt.prompt)
+        self.measured.lines.append({"kind": "group", **asdict(attempt), "lengths": lengths, "tokens": sum(lengths)})
 
     def _start(self) -> Line:
         rules, split = self.rules, self.split
@@ -359,4 +363,5 @@ class _Run:
             "engine_slots": split.slots * split.engines,
             "reward_workers": rules.reward_workers,
             "rules": asdict(rules),
+            "devices": asdict(split),
         }

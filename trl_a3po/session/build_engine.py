@@ -63,9 +63,9 @@ def split_of(args: A3POConfig, trainers: int) -> Split:
 
 
 def groups_in_engine(args: A3POConfig) -> int | None:
-    """How many groups are submitted to the engine at a time: `groups_that_fill` its slots. The other groups are submitted later, under newer weights, which leaves room to overtake a slow group. `None`
-    submits all groups: either there are no newer weights to wait for, or the engine schedules its requests
-    itself."""
+    """How many groups are submitted to the engine at a time: as many as `groups_that_fill` says. The other groups are
+    submitted later, under newer weights, which leaves room to overtake a slow group. `None` submits all groups: either
+    there are no newer weights to wait for, or the engine schedules its requests itself."""
     if args.engine != "transformers" or args.lag is not None or args.schedule == "periodic":
         return None
     return groups_that_fill(engine_slots(args), args.num_generations)
