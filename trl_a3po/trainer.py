@@ -63,6 +63,7 @@ from trl_a3po.checks.overrides import (
 from trl_a3po.checks.policy import check_parallelism, check_policy, check_sharding, check_trained_before
 from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_schedule import check_periodic
+from trl_a3po.config.plan import table
 from trl_a3po.distributed.rank_shares import balanced_rows, rank_share
 from trl_a3po.distributed.rank_watch import RankWatch
 from trl_a3po.distributed.shared_folder import check_shared
@@ -72,6 +73,7 @@ from trl_a3po.forward.training import TrainingForward
 from trl_a3po.models.mode import mode_of_this_thread
 from trl_a3po.objectives import token_staleness
 from trl_a3po.objectives.inputs import per_token
+from trl_a3po.planning.earlier_run import forecast_from_earlier_run
 from trl_a3po.protocol.records import Group
 from trl_a3po.publish.quantised import prevent_repacking
 from trl_a3po.report.at_a_glance import LogEvent
@@ -97,8 +99,14 @@ from trl_a3po.rollout.batch_rows import (
 )
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.session import Session
-from trl_a3po.session.build_engine import engine_dtype, engine_slots, shared_with_engine
-from trl_a3po.session.build_episodes import remove_close_from_tools
+from trl_a3po.session.build_engine import (
+    engine_dtype,
+    engine_slots,
+    queue_rules,
+    shared_with_engine,
+    split_of,
+)
+from trl_a3po.session.build_episodes import remove_close_from_tools, runs_episodes
 from trl_a3po.session.build_policy import build_policy, zero_stage
 from trl_a3po.session.build_scorer import (
     add_recorded_reward,
@@ -318,16 +326,20 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             )
 
     def plan(self) -> str:
-        """What the settings amount to, as a text: batches, staleness, engine, training forward pass, memory."""
+        """What the settings amount to, as a text: batches, staleness, engine, training forward pass, memory; and the
+        time of a step, if `output_dir` holds an earlier run to forecast it from."""
         model = self.accelerator.unwrap_model(self.model)
         dtype = engine_dtype(self.args, model, self.accelerator.mixed_precision)
         processes, forward = self.accelerator.num_processes, self._training_forward.description(model)
         stage = zero_stage(self)
         shared = 0 if stage == 3 else shared_with_engine(self.args, model, self.accelerator.device, dtype)
         optimizer = None if self.optimizer is None else type(self.optimizer).__name__
-        return trainer_plan(
+        plan = trainer_plan(
             self.args, model, engine_slots(self.args), dtype.itemsize, forward, processes, stage, shared, optimizer
         )
+        rules, split = queue_rules(self.args, episodes=runs_episodes(self)), split_of(self.args, processes)
+        line = forecast_from_earlier_run(self.args.output_dir, rules, split)
+        return plan if line is None else f"{plan}\n{table({'forecast': line})}"
 
     def close(self) -> None:
         """Stop generating and free the engine. `train` calls it when it ends. Idempotent."""

@@ -6,7 +6,9 @@ those of the settings, checked as `trl-a3po train` checks them; a rate that is n
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from trl_a3po.planning.simulation import Split
 from trl_a3po.planning.workload import Draw, Fixed, Geometric, Workload
 from trl_a3po.report.memory import EngineMemory, TrainerMemory
 from trl_a3po.report.timeline import read_timeline
-from trl_a3po.session.build_engine import groups_in_engine, split_of
+from trl_a3po.session.build_engine import queue_rules, split_of
 
 TOKEN_BYTES = 76  # of a token that waits in the queue: three places in lists, an int, a float
 EPILOG = """
@@ -86,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--engine_speed", nargs="+", metavar="N:RATE", help="tokens per second of one engine that decodes N sequences "
         "at the same time, for one or several N (default: measured in the run)")  # fmt: skip
     add("--training_speed", type=float, help="completion tokens per second of one GPU that trains (default: measured)")
-    add("--optimizer_seconds", type=float, help="what a step takes besides (default: of the run, or 0)")
+    add("--micro_step_seconds", type=float, help="what a micro-step takes besides (default: of the run, or 0)")
     add("--publish_seconds", type=float, help="time that training waits for a publish (default: of the run, or 0)")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
@@ -100,7 +102,8 @@ def run(arguments: Sequence[str]) -> None:
         ValueError: something is missing, or cannot hold.
     """
     parsed, settings = make_parser().parse_known_args(arguments)
-    plan = make_plan(parsed, settings)
+    with redirect_stdout(sys.stderr):  # some libraries print while they are imported
+        plan = make_plan(parsed, settings)
     if parsed.json:
         print(json.dumps(as_json(plan), indent=1))
     else:
@@ -187,7 +190,7 @@ def _rules(args: A3POConfig | None, runs: Sequence[FinishedRun], trainers: int |
         split = runs[0].split
         return runs[0].rules, split if trainers is None else replace(split, trainers=trainers)
     known = runs[0].split.trainers if runs else 1
-    return Rules.of_config(args, groups_in_engine(args)), split_of(args, known if trainers is None else trainers)
+    return queue_rules(args), split_of(args, known if trainers is None else trainers)
 
 
 def _workload(parsed: argparse.Namespace, runs: Sequence[FinishedRun], args: A3POConfig | None) -> Workload:
@@ -231,7 +234,7 @@ def _rates(parsed: argparse.Namespace, runs: Sequence[FinishedRun]) -> Rates:
     return Rates(
         EngineSpeed(tuple(points.items())),
         given(training, "training_tokens_per_second"),
-        given(parsed.optimizer_seconds, "optimizer_seconds"),
+        given(parsed.micro_step_seconds, "micro_step_seconds"),
         given(parsed.publish_seconds, "publish_seconds"),
     )
 

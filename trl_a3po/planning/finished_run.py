@@ -19,6 +19,8 @@ Lines = list[dict[str, Any]]
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 FEWEST_STEPS = 3
+LEAST_DIFFERENCE = 0.01  # in the tokens of two takes, as a share of the mean, for their slope to count
+LEAST_SHARE = 0.1  # of the time of training that is taken to follow the number of tokens
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,11 @@ def finished_run(lines: Lines) -> FinishedRun:
     since, until = measured[0]["began"], measured[-1]["ended"]
     seconds = _seconds(measured, since, until) - _seconds(kinds["evaluation"], since, until)
     publishes = [line["ended"] - line["began"] for line in kinds["publish"] if since <= line["began"] < until]
+    token_seconds, fixed_seconds = _training_seconds(kinds, trained, since, until)
     rates = Rates(
         engine=EngineSpeed(_engine_points(groups, split, rules.num_generations)),
-        optimizer_seconds=0.0,
-        training_tokens_per_second=_training_rate(kinds, trained, since, until)
-        * rules.num_iterations
-        / split.trainers,
+        training_tokens_per_second=rules.num_iterations / token_seconds / split.trainers,
+        micro_step_seconds=fixed_seconds / rules.micro_steps_per_take,
         publish_seconds=float(np.mean(publishes)) if publishes and rules.lag is None else 0.0,
     )
     scoring = [[group["scored"] - group["scoring"]] for group in trained if group["scoring"] is not None]
@@ -88,16 +89,29 @@ def finished_run(lines: Lines) -> FinishedRun:
     )
 
 
-def _training_rate(kinds: dict[str, Lines], trained: Lines, since: float, until: float) -> float:
-    """Completion tokens trained per second of training, over the takes whose training lies within the times."""
+def _training_seconds(kinds: dict[str, Lines], trained: Lines, since: float, until: float) -> tuple[float, float]:
+    """Seconds of training for each completion token, and for each take besides.
+
+    They are the slope and the height of the line through the takes whose training lies between the two times. The
+    slope is the median of those between two takes (Theil and Sen), so that one slow step does not decide it, and the
+    line meets the mean.
+    """
     other = [line for kind in ("take", "publish", "evaluation", "engine_start") for line in kinds[kind]]
-    tokens = seconds = 0.0
+    tokens, seconds = [], []
     bounds = [take["ended"] for take in kinds["take"]]
     for this, following in pairwise([*bounds, until]):
         if since <= this < following <= until:
-            seconds += following - this - _seconds(other, this, following)
-            tokens += sum(group["tokens"] for group in trained if _taken_at(group, bounds) == this)
-    return tokens / seconds
+            seconds.append(following - this - _seconds(other, this, following))
+            tokens.append(sum(group["tokens"] for group in trained if _taken_at(group, bounds) == this))
+    x, y = np.array(tokens, dtype=float), np.array(seconds)
+    first, second = np.triu_indices(len(x), 1)
+    apart = np.abs(x[first] - x[second]) > LEAST_DIFFERENCE * x.mean()
+    per_token = float(y.mean() / x.mean())
+    if not apart.any():
+        return per_token, 0.0
+    slopes = (y[first] - y[second])[apart] / (x[first] - x[second])[apart]
+    slope = float(np.clip(np.median(slopes), LEAST_SHARE * per_token, per_token))
+    return slope, float(y.mean() - slope * x.mean())
 
 
 def _taken_at(group: dict[str, Any], bounds: list[float]) -> float:
@@ -109,8 +123,8 @@ def _engine_points(groups: Lines, split: Split, num_generations: int) -> list[tu
     """Sequences of one engine, and its tokens per second with so many.
 
     While every sequence has a slot, a group takes as many decode steps as its longest completion has tokens, which
-    gives the time of a step for the number of sequences at that time. Where sequences wait for slots, the tokens of all
-    groups and the time in which the engine had work give one point.
+    gives the time of a step for the number of sequences at that time. Where sequences wait for slots, the tokens of
+    all groups and the time in which the engine had work give one point.
     """
     spans = np.array([(group["submitted"], group["finished"]) for group in groups])
     edges, active = _active(groups)
@@ -130,14 +144,14 @@ def _engine_points(groups: Lines, split: Split, num_generations: int) -> list[tu
 
 
 def _affine_points(sequences: Array, seconds: Array, weights: Array, slots: int) -> list[tuple[float, float]]:
-    """The ends of the line through the times of a decode step: `seconds = a + b · sequences`, with `a, b >= 0`. It ends
-    at the number of slots; where the number of sequences was always the same, there is one point."""
+    """The ends of the line through the times of a decode step: `seconds = a + b · sequences`, with `a, b >= 0`. It
+    goes from one sequence to the number of slots; where the number of sequences never changed, there is one point."""
     low, high = float(sequences.min()), float(sequences.max())
     middle, mean = np.average(sequences, weights=weights), np.average(seconds, weights=weights)
     spread = np.average((sequences - middle) ** 2, weights=weights)
     slope = np.average((sequences - middle) * (seconds - mean), weights=weights) / spread if spread > 1e-9 else 0.0
     slope = float(np.clip(slope, 0.0, mean / middle))
-    ends = [high] if high - low < 1e-6 else sorted({low, float(max(high, slots))})
+    ends = [high] if high - low < 1e-6 else [1.0, float(max(high, slots))]
     return [(end, end / float(mean + slope * (end - middle))) for end in ends]
 
 

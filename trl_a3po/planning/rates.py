@@ -68,13 +68,13 @@ class Rates:
         engine: of one engine.
         training_tokens_per_second: completion tokens that one training process trains on in a second, forward and
             backward pass together.
-        optimizer_seconds: what an optimizer step takes besides, whatever the number of tokens.
+        micro_step_seconds: what a micro-step takes besides, whatever the number of its tokens.
         publish_seconds: time that training waits for a publish.
     """
 
     engine: EngineSpeed
     training_tokens_per_second: float
-    optimizer_seconds: float = 0.0
+    micro_step_seconds: float = 0.0
     publish_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -82,6 +82,6 @@ class Rates:
             raise ValueError(
                 f"training_tokens_per_second is {self.training_tokens_per_second:g}, but it must be positive."
             )
-        for name in ("optimizer_seconds", "publish_seconds"):
+        for name in ("micro_step_seconds", "publish_seconds"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name):g}, but it must be 0 or more, and finite.")

@@ -27,7 +27,7 @@ class Rules:
         lag: of `schedule="fixed_lag"`, `None` otherwise.
         max_in_flight: groups in the engines at a time; `None` sets no limit.
         reward_workers: groups that are scored at the same time.
-        schedule: its name.
+        schedule, engine: their names.
     """
 
     groups_per_take: int
@@ -42,6 +42,7 @@ class Rules:
     max_in_flight: int | None = None
     reward_workers: int = 1
     schedule: str = "async"
+    engine: str = "transformers"
 
     @classmethod
     def of_config(cls, args: "A3POConfig", max_in_flight: int | None) -> Self:
@@ -64,6 +65,7 @@ class Rules:
             max_in_flight=max_in_flight,
             reward_workers=max(1, args.reward_workers),
             schedule=args.schedule,
+            engine=args.engine if isinstance(args.engine, str) else type(args.engine).__name__,
         )
 
     @classmethod

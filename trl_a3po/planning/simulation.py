@@ -182,9 +182,6 @@ class _Run:
                 self._spend("training", seconds)
                 yield seconds
             if (micro_step + 1) % rules.micro_steps_per_step == 0:
-                if self.rates.optimizer_seconds:
-                    self._spend("training", self.rates.optimizer_seconds)
-                    yield self.rates.optimizer_seconds
                 version += 1
                 self._line("step", step_began, version=version)
                 if self.is_measured:
@@ -239,7 +236,8 @@ class _Run:
             measured.outstanding.append(len(self.core.order))
         self._submit()
         rate = self.rates.training_tokens_per_second * self.split.trainers
-        return total * self.rules.num_iterations / rate / self.rules.micro_steps_per_take
+        seconds = total * self.rules.num_iterations / rate / self.rules.micro_steps_per_take
+        return seconds + self.rates.micro_step_seconds
 
     def _note_deadline(self) -> None:
         """Note the prompt that the take may not overtake. Until it or an earlier one is ready, the take goes on
@@ -361,7 +359,7 @@ class _Run:
             "groups_per_batch": rules.groups_per_take * rules.takes_per_generation,
             "num_generations": rules.num_generations,
             "engine_slots": split.slots * split.engines,
-            "reward_workers": rules.reward_workers,
+            "settings": {"engine": rules.engine, "reward_workers": rules.reward_workers},
             "rules": asdict(rules),
             "devices": asdict(split),
         }

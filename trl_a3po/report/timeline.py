@@ -8,7 +8,8 @@ All times are in seconds since 1970; missing numbers are `null`. The kinds of li
 
 - `start`: a process starts to train `run`, a name that a resumed run keeps, at `version`, `resumed` or not, with
   `groups_per_batch`, `num_generations`, `max_staleness`, `schedule`, `engine_slots` (`null` where only the engine
-  knows), `max_steps`, all `settings`, and the versions of `packages`;
+  knows), `max_steps`, all `settings`, the versions of `packages`, and the `rules` of the queue and the number of
+  `devices` (`trl_a3po.planning`);
 - `group`: an attempt at a prompt ended (see `trl_a3po.rollout.outcomes.AttemptRecord`);
 - `engine_start`, `publish`, `take`, `evaluation`, `step`: from `began` to `ended`, at `version` (for a step, the
   version that it produced). A take lasts as long as the trainer waits; the time of a step outside of the other lines

@@ -17,7 +17,7 @@ from trl_a3po.engines.several import SeveralEngines
 from trl_a3po.engines.transformers.transformers_engine import TransformersEngine
 from trl_a3po.engines.vllm.process.vllm_engine import VLLMEngine
 from trl_a3po.engines.vllm.servers.vllm_servers import VLLMServers
-from trl_a3po.planning.rules import groups_that_fill
+from trl_a3po.planning.rules import Rules, groups_that_fill
 from trl_a3po.planning.simulation import Split
 from trl_a3po.protocol.engine import Engine
 from trl_a3po.session.cores import engine_threads
@@ -55,6 +55,11 @@ def known_slots(args: A3POConfig) -> int | None:
 def engines_of(args: A3POConfig) -> int:
     """How many engines generate: one on each device or server, and one if none is named."""
     return len(args.vllm_server_urls or args.engine_devices) or 1
+
+
+def queue_rules(args: A3POConfig, *, episodes: bool = False) -> Rules:
+    """The rules of the run's queue. While an episode waits for a tool, others use its place in the engine."""
+    return Rules.of_config(args, None if episodes else groups_in_engine(args))
 
 
 def split_of(args: A3POConfig, trainers: int) -> Split:

@@ -16,7 +16,7 @@ from trl_a3po.rollout.group_filter import GroupFilter
 from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.rollout.queue import GenerationQueue
 from trl_a3po.rollout.take_clock import TakeClock
-from trl_a3po.session.build_engine import groups_in_engine
+from trl_a3po.session.build_engine import queue_rules
 from trl_a3po.session.build_episodes import Episodes
 from trl_a3po.workers.running_clock import RunningClock
 
@@ -63,8 +63,7 @@ def build_queue(
         max_attempts=args.max_attempts,
         stall_timeout=args.stall_timeout,
         max_tokens=args.max_completion_length,
-        # While an episode waits for a tool, others use its place in the engine.
-        max_in_flight=groups_in_engine(args) if episodes is None else None,
+        max_in_flight=queue_rules(args, episodes=episodes is not None).max_in_flight,
         max_rejected_in_a_row=args.max_rejected_groups_in_a_row or 10 * args.groups_per_batch,
         replaces_groups=args.drop_zero_variance_groups or trainer.on_group is not None,
         score_threads=max(1, args.reward_workers),

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trl_a3po.config import A3POConfig
-from trl_a3po.planning.rules import Rules
 from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.records import Group
 from trl_a3po.publish.adapter_or_merged import published_spec
@@ -25,7 +24,7 @@ from trl_a3po.report.timeline import Timeline
 from trl_a3po.rewards.recorded import RecordedRewards
 from trl_a3po.rollout.batch_rows import Row
 from trl_a3po.rollout.prompt_stream import PromptStream
-from trl_a3po.session.build_engine import build_engine, engine_dtype, groups_in_engine, known_slots, split_of
+from trl_a3po.session.build_engine import build_engine, engine_dtype, known_slots, queue_rules, split_of
 from trl_a3po.session.build_episodes import build_episodes
 from trl_a3po.session.build_queue import build_queue
 from trl_a3po.session.build_scorer import PublishedStates, build_scorer, recorded_columns
@@ -82,7 +81,7 @@ class Session:
             resumed=resumed is not None,
             slots=known_slots(args),
             max_steps=trainer.state.max_steps,
-            rules=asdict(Rules.of_config(args, None if self._episodes else groups_in_engine(args))),
+            rules=asdict(queue_rules(args, episodes=self._episodes is not None)),
             devices=asdict(split_of(args, trainer._team.size)),
         )
         keeps = trainer._rollout_log.share > 0
