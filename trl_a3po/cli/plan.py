@@ -264,7 +264,7 @@ class _Memory:
 
     def fits(self, split: Split) -> bool:
         trainer, engine = self._sizes(split)
-        return max(trainer, engine) <= self.limit
+        return bool(max(trainer, engine) <= self.limit)
 
     def of(self, made: Forecast, rules: Rules, work: Workload) -> dict[str, float]:
         trainer, engine = self._sizes(made.split)

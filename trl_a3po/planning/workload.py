@@ -99,7 +99,7 @@ class Measured:
         return float(max(map(max, self.groups)))
 
     def draw(self, generator: np.random.Generator, count: int) -> Array:
-        group = self.groups[generator.integers(len(self.groups))]
+        group = self.groups[int(generator.integers(len(self.groups)))]
         return generator.choice(np.asarray(group, dtype=float), count, replace=count > len(group))
 
 
