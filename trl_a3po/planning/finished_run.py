@@ -4,6 +4,7 @@ Guarantees: only what happened after the first take and before the end of the la
 and saving count as nothing, so a forecast leaves them out.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -51,51 +52,59 @@ def finished_run(lines: Lines) -> FinishedRun:
         raise ValueError("The timeline has no first line: give the output_dir of a run.")
     start, lines = lines[starts[-1]], lines[starts[-1] + 1 :]
     rules, split = Rules.of_start(start), Split(**start["devices"])
-    kinds = {
-        kind: [line for line in lines if line["kind"] == kind]
-        for kind in ("step", "take", "publish", "evaluation", "group", "engine_start")
-    }
-    groups = [group for group in kinds["group"] if group["finished"] is not None and group["submitted"] is not None]
-    trained = [group for group in kinds["group"] if group["outcome"] == "trained" and group["scored"] is not None]
-    takes, steps = kinds["take"], kinds["step"]
-    # The first step starts the engine, and the last groups are sampled by an engine that runs dry.
-    measured = [step for step in steps if len(takes) > 1 and step["began"] >= takes[0]["ended"]]
-    if len(measured) < FEWEST_STEPS or not trained:
-        raise ValueError(
-            f"The run has {len(measured)} optimizer steps after its first take, which is too few for its rates: give "
-            f"one with at least {FEWEST_STEPS}."
-        )
+    kinds: dict[str, Lines] = defaultdict(list)
+    for line in lines:
+        kinds[line["kind"]].append(line)
+    measured = _measured_steps(kinds)
     since, until = measured[0]["began"], measured[-1]["ended"]
     seconds = _seconds(measured, since, until) - _seconds(kinds["evaluation"], since, until)
-    publishes = [line["ended"] - line["began"] for line in kinds["publish"] if since <= line["began"] < until]
-    token_seconds, fixed_seconds = _training_seconds(kinds, trained, since, until)
-    rates = Rates(
-        engine=EngineSpeed(_engine_points(groups, split, rules.num_generations)),
-        training_tokens_per_second=rules.num_iterations / token_seconds / split.trainers,
-        micro_step_seconds=fixed_seconds / rules.micro_steps_per_take,
-        publish_seconds=float(np.mean(publishes)) if publishes and rules.lag is None else 0.0,
-    )
-    scoring = [[group["scored"] - group["scoring"]] for group in trained if group["scoring"] is not None]
+    sampled = [group for group in kinds["group"] if group["submitted"] is not None and group["finished"] is not None]
     return FinishedRun(
-        work=Workload(
-            Measured([group["lengths"] for group in groups if group["lengths"]]),
-            Measured(scoring),
-        ),
-        rates=rates,
+        work=Workload(Measured([group["lengths"] for group in sampled]), Measured(_scoring(kinds["group"]))),
+        rates=Rates(EngineSpeed(_engine_points(sampled, split)), *_trainer_rates(kinds, rules, split, since, until)),
         split=split,
         rules=rules,
         step_seconds=seconds / len(measured),
-        waiting=_seconds(takes, since, until) / seconds,
+        waiting=_seconds(kinds["take"], since, until) / seconds,
     )
 
 
-def _training_seconds(kinds: dict[str, Lines], trained: Lines, since: float, until: float) -> tuple[float, float]:
+def _measured_steps(kinds: dict[str, Lines]) -> Lines:
+    """The optimizer steps after the first take: the step before them starts the engine."""
+    takes = kinds["take"]
+    steps = [step for step in kinds["step"] if len(takes) > 1 and step["began"] >= takes[0]["ended"]]
+    if len(steps) < FEWEST_STEPS:
+        raise ValueError(
+            f"The run has {len(steps)} optimizer steps after its first take, which is too few for its rates: give one "
+            f"with at least {FEWEST_STEPS}."
+        )
+    return steps
+
+
+def _scoring(groups: Lines) -> list[list[float]]:
+    """Seconds of the rewards of each group."""
+    return [[group["scored"] - group["scoring"]] for group in groups if group["scored"] and group["scoring"]]
+
+
+def _trainer_rates(
+    kinds: dict[str, Lines], rules: Rules, split: Split, since: float, until: float
+) -> tuple[float, float, float]:
+    """The rates of training, as `Rates` has them behind the engine's."""
+    per_token, besides = _training_seconds(kinds, since, until)
+    publishes = [line["ended"] - line["began"] for line in kinds["publish"] if since <= line["began"] < until]
+    # With a lag, a publish lasts until the engine has finished the groups of the version before.
+    publish = float(np.mean(publishes)) if publishes and rules.lag is None else 0.0
+    return rules.num_iterations / per_token / split.trainers, besides / rules.micro_steps_per_take, publish
+
+
+def _training_seconds(kinds: dict[str, Lines], since: float, until: float) -> tuple[float, float]:
     """Seconds of training for each completion token, and for each take besides.
 
     They are the slope and the height of the line through the takes whose training lies between the two times. The
     slope is the median of those between two takes (Theil and Sen), so that one slow step does not decide it, and the
     line meets the mean.
     """
+    trained = [group for group in kinds["group"] if group["outcome"] == "trained"]
     other = [line for kind in ("take", "publish", "evaluation", "engine_start") for line in kinds[kind]]
     tokens, seconds = [], []
     bounds = [take["ended"] for take in kinds["take"]]
@@ -119,7 +128,7 @@ def _taken_at(group: dict[str, Any], bounds: list[float]) -> float:
     return min((bound for bound in bounds if bound >= group["ended"]), default=float("inf"))
 
 
-def _engine_points(groups: Lines, split: Split, num_generations: int) -> list[tuple[float, float]]:
+def _engine_points(groups: Lines, split: Split) -> list[tuple[float, float]]:
     """Sequences of one engine, and its tokens per second with so many.
 
     While every sequence has a slot, a group takes as many decode steps as its longest completion has tokens, which

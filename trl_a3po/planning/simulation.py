@@ -142,7 +142,8 @@ class _Run:
         self.lengths: dict[int, list[float]] = {}  # of the completions of each prompt
         self.tokens: dict[int, dict[int, float]] = {}  # by version, of each prompt whose group has been sampled
         self.idle_workers = rules.reward_workers
-        self.ready = self.to_score = 0
+        self.ready = self.to_score = self.version = 0
+        self.step_began = 0.0
         self.deadline: int | None = None
         self.trainer = self._train()
         self.trainer_waits = self.is_over = False
@@ -167,33 +168,40 @@ class _Run:
             self._after(seconds, self._resume)
 
     def _train(self) -> Generator[float | None, None, None]:
-        rules, version, step_began = self.rules, 0, 0.0
-        published = 0
-        seconds = 0.0
+        rules, published, seconds = self.rules, 0, 0.0
         for micro_step in itertools.count():
             take, used = divmod(micro_step, rules.micro_steps_per_take)
             if used == 0:
-                due = version - published >= rules.weight_sync_steps
-                if take % rules.takes_per_generation == 0 and due:
-                    yield from self._publish(version)
-                    published = version
-                seconds = yield from self._take(take, version)
-            if seconds:
-                self._spend("training", seconds)
-                yield seconds
+                due = self.version - published >= rules.weight_sync_steps
+                if due and take % rules.takes_per_generation == 0:
+                    yield from self._publish(self.version)
+                    published = self.version
+                seconds = yield from self._take(self.version)
+            self._spend("training", seconds)
+            yield seconds
             if (micro_step + 1) % rules.micro_steps_per_step == 0:
-                version += 1
-                self._line("step", step_began, version=version)
-                if self.is_measured:
-                    self.measured.steps += 1
-                    self.measured.seconds += self.now - step_began
-                step_began = self.now
-                whole = used + 1 == rules.micro_steps_per_take and (take + 1) % rules.takes_in_cycle == 0
-                if whole and not self.is_measured and take + 1 >= self.warm_up:
-                    self._measure()
-                elif whole and self.measured.takes >= self.takes:
-                    self._end()
-                    yield None
+                self._end_step()
+                self._end_cycle(micro_step + 1)
+            if self.is_over:
+                yield None
+
+    def _end_step(self) -> None:
+        self.version += 1
+        self._line("step", self.step_began, version=self.version)
+        if self.is_measured:
+            self.measured.steps += 1
+            self.measured.seconds += self.now - self.step_began
+        self.step_began = self.now
+
+    def _end_cycle(self, micro_steps: int) -> None:
+        """Begin to measure, or end the simulation, if a generation batch ends with this optimizer step."""
+        takes, rest = divmod(micro_steps, self.rules.micro_steps_per_take)
+        if rest or takes % self.rules.takes_in_cycle:
+            return
+        if not self.is_measured and takes >= self.warm_up:
+            self._measure()
+        elif self.measured.takes >= self.takes:
+            self._end()
 
     def _publish(self, version: int) -> Generator[float | None, None, None]:
         began = self.now
@@ -211,7 +219,7 @@ class _Run:
         self._submit()
         self._line("publish", began, version=version)
 
-    def _take(self, take: int, version: int) -> Generator[float | None, None, float]:
+    def _take(self, version: int) -> Generator[float | None, None, float]:
         """Wait for the groups of a take. Returns the seconds of training of each micro-step that uses them."""
         began = self.now
         self._submit()
