@@ -482,7 +482,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         rows = balanced_rows(groups, self._team.size, self.model.config.get_text_config().hidden_size)
         batch.rows = rank_share(rows, self._team.rank, self._team.size)
         if self.environment_factories and self._team.is_main:
-            self.environments = self._main_session.environments_of(batch.rows)
+            environments: Any = self._main_session.environments_of(batch.rows)
+            self.environments = environments
         return [example_of(row) for row in batch.rows]
 
     def _end_evaluations(self) -> None:

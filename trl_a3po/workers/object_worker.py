@@ -23,7 +23,7 @@ import cloudpickle
 from trl_a3po.workers.channel import Channel
 from trl_a3po.workers.process import parents_channel
 
-Work = Callable[[], None]
+Work = Callable[[asyncio.Runner], None]
 
 
 def main() -> None:
