@@ -1,6 +1,7 @@
 """`trl-a3po doctor`: broken set-ups and broken runs, each with the sentence that helps."""
 
 import json
+import re
 
 import pytest
 
@@ -29,6 +30,16 @@ def slow(completion_ids, **kwargs):
 
 def hangs(completion_ids, **kwargs):
     time.sleep(30)
+
+def accuracy(completion_ids, solution, **kwargs):
+    return [float(answer in ids) for ids, answer in zip(completion_ids, solution)]
+
+def parses(completion_ids, **kwargs):
+    import signal
+
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(0)
+    return [1.0] * len(completion_ids)
 """
 )
 
@@ -81,6 +92,85 @@ def test_a_broken_set_up_is_explained(folder, capsys, settings, words):
     code, printed = doctor(capsys, folder / "recipe.yaml", *settings.format(folder=folder).split())
     assert code == 1, printed
     assert words in printed[printed.index("PROBLEM") :]
+
+
+# --- set-ups and runs that others reported as broken, in small ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        # https://github.com/huggingface/open-r1/issues/249: seven rows, groups of eight
+        (
+            "--per_device_train_batch_size 7 --gradient_accumulation_steps 1 --num_generations 8",
+            r"generation_batch_size.*7.*num_generations.*8",
+        ),
+        # https://github.com/modelscope/ms-swift/issues/3980: one completion a prompt has no advantage
+        ("--num_generations 1", r"at least 2 generations per prompt"),
+        # https://github.com/huggingface/open-r1/issues/543: the client waits for a server that is not there
+        ("--engine vllm --vllm_server_urls http://127.0.0.1:9", r"could not be reached.*Start the server"),
+        # https://github.com/FareedKhan-dev/train-deepseek-r1/issues/2: the dataset has no such column
+        ("--reward_funcs own.py:accuracy", r"'accuracy'.*solution"),
+        # https://github.com/huggingface/open-r1/issues/658: the verifier of an answer never returns
+        ("--reward_funcs own.py:hangs --reward_timeout 1", r"hangs did not return within 1 s: set reward_workers"),
+        # https://github.com/NovaSky-AI/SkyRL/issues/1315: proximal policy = current policy, so nothing is clipped
+        ("--proximal_method reuse --num_iterations 2", r"proximal_method='reuse'.*num_iterations"),
+        # https://github.com/meta-pytorch/torchforge/issues/557: the bound on age lets no batch ever be filled
+        ("--max_staleness 1 --weight_sync_steps 8", r"weight_sync_steps=8.*max_staleness"),
+    ],
+)
+def test_a_set_up_that_others_reported_is_explained(folder, capsys, settings, words):
+    code, printed = doctor(capsys, folder / "recipe.yaml", *settings.split())
+    assert code == 1, printed
+    assert re.search(words, printed[printed.index("PROBLEM") :], re.DOTALL), printed[printed.index("PROBLEM") :]
+
+
+def test_a_verifier_that_needs_a_main_thread_has_one(folder, capsys):
+    # https://github.com/huggingface/Math-Verify/issues/55: signal only works in main thread
+    code, printed = doctor(capsys, folder / "recipe.yaml", "--reward_funcs", "own.py:parses")
+    assert code == 0 and "rewards: parses scored a group" in printed
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        # https://github.com/huggingface/trl/issues/5697: rewards are 0, because every completion is cut off
+        ({"logged": {"completions/clipped_ratio": 1.0, "reward": 0.0}}, "raise max_completion_length"),
+        # https://github.com/modelscope/ms-swift/issues/4570: loss and gradient are 0 from the first step on
+        ({"logged": {"frac_reward_zero_std": 1.0, "loss": 0.0, "grad_norm": 0.0}}, "all rewards are equal"),
+        # https://github.com/modelscope/ms-swift/issues/3136: grad_norm is NaN late in training
+        ({"logged": {"grad_norm": float("nan")}}, "lower learning_rate"),
+        # https://github.com/alibaba/ROLL/issues/394: generation and training take turns
+        ({"taken": 0.9}, "goes into sampling: raise max_staleness"),
+    ],
+)
+def test_a_run_that_others_reported_is_explained(tmp_path, capsys, facts, words):
+    code, printed = doctor(capsys, timeline(tmp_path, **facts))
+    assert words in printed and code == int("PROBLEM" in printed)
+
+
+def test_a_checkpoint_cut_short_is_named_beside_the_one_to_resume(tmp_path, capsys):
+    # https://github.com/huggingface/transformers/issues/35782: the last checkpoint was not written to its end
+    for step in (1, 2):
+        folder = tmp_path / f"checkpoint-{step}"
+        checkpoint.begin(folder)
+        checkpoint.write_json(folder / checkpoint.STATE, {"step": step})
+        checkpoint.complete(folder, step)
+    (tmp_path / "checkpoint-2" / checkpoint.STATE).unlink()
+    code, printed = doctor(capsys, tmp_path)
+    assert code == 1 and "checkpoint-1 is whole and can be resumed" in printed
+    assert f"checkpoint-2 lacks {checkpoint.STATE}" in printed
+
+
+def test_a_producer_that_died_is_named_in_what_the_run_printed(tmp_path, capsys):
+    # https://github.com/NVIDIA-NeMo/RL/issues/3488: the trainer polled an empty buffer for hours
+    log = tmp_path / "run.log"
+    log.write_text(
+        "trl_a3po.errors.EngineError: The engine's worker ended (SIGKILL, which is also what the system does when "
+        "memory runs out) after it had been restarted engine_restarts=3 times. It printed:\n(nothing)\n"
+    )
+    code, printed = doctor(capsys, log)
+    assert code == 1 and "memory runs out" in printed and "samples the prompts again" in printed
 
 
 def test_a_recipe_that_is_not_yaml_is_explained(folder, capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import TrainerCallback
@@ -72,6 +73,10 @@ def build(model_path, tmp_path):
 
 def saved(trainer, step) -> Path:
     return Path(trainer.args.output_dir) / f"checkpoint-{step}"
+
+
+def state_of(trainer, step):
+    return checkpoint.read_json(saved(trainer, step) / checkpoint.STATE)
 
 
 def history(trainer):
@@ -437,6 +442,53 @@ def test_other_prompts_are_refused(build):
         build(schedule="async", max_steps=4, train_dataset=reversed_rows).train(
             resume_from_checkpoint=str(saved(whole, 1))
         )
+
+
+def test_another_number_of_rows_is_refused(build):
+    build(schedule="async", max_steps=2).train()
+    with pytest.raises(ValueError, match=r"rows of train_dataset=16 \(now 24\)"):
+        build(schedule="async", max_steps=4, train_dataset=tiny_prompts(24)).train(resume_from_checkpoint=True)
+
+
+def test_rows_that_are_not_outstanding_may_be_others(build):
+    whole = build(schedule="async", max_steps=8, max_staleness=1)
+    whole.train()
+    other = tiny_prompts(16).to_list()
+    outstanding = {item["prompt_index"] for item in state_of(whole, 2)["queue"]["outstanding"]}
+    untouched = {group.prompt.example["target"] for _, group in whole.groups if group.prompt.index > max(outstanding)}
+    for row in untouched:
+        other[row]["prompt"] = "w7 w7 w7"
+    resumed = build("resumed", schedule="async", max_steps=8, max_staleness=1, train_dataset=Dataset.from_list(other))
+    resumed.train(resume_from_checkpoint=str(saved(whole, 2)))
+    assert {g.prompt.example["target"] for _, g in resumed.groups if g.prompt.example["prompt"] == "w7 w7 w7"} == (
+        untouched
+    )
+    assert sorted(indices(whole.takes)[:4] + indices(resumed.takes)) == list(range(16))
+
+
+def test_a_run_goes_on_with_a_larger_max_staleness(build):
+    whole = build(schedule="async", max_steps=4, max_staleness=2)
+    whole.train()
+    resumed = build("resumed", schedule="async", max_steps=10, max_staleness=6)
+    resumed.train(resume_from_checkpoint=str(saved(whole, 2)))
+    assert sorted(indices(whole.takes)[:4] + indices(resumed.takes)) == list(range(20))
+    for version, group in resumed.groups:
+        assert all(version - stamp <= 6 for rollout in group.rollouts for stamp in rollout.versions)
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_another_engine(build):
+    """Groups that were ready keep the log-probs they were sampled with; the other engine samples the rest."""
+    whole = build(schedule="async", max_steps=4, max_staleness=2)
+    whole.train()
+    resumed = build("resumed", schedule="async", max_steps=6, max_staleness=2, engine="transformers", engine_threads=1)
+    resumed.train(resume_from_checkpoint=str(saved(whole, 2)))
+    assert sorted(indices(whole.takes)[:4] + indices(resumed.takes)) == list(range(12))
+    kept = {item["prompt_index"] for item in state_of(whole, 2)["queue"]["outstanding"] if item["score"]}
+    first = {group.prompt.index: group for _, group in whole.groups}
+    for _, group in resumed.groups:
+        if group.prompt.index in kept:
+            assert [r.logps for r in group.rollouts] == [r.logps for r in first[group.prompt.index].rollouts]
 
 
 @pytest.mark.parametrize(

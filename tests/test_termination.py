@@ -1,4 +1,4 @@
-"""SIGTERM: the run ends at an optimizer step, with a checkpoint from which it goes on exactly."""
+"""SIGTERM and Ctrl-C: the run ends at an optimizer step, with a checkpoint from which it goes on exactly."""
 
 import os
 import signal
@@ -28,14 +28,18 @@ def sigterm():
 
 
 class Terminating(A3POTrainer):
-    """Receives SIGTERM once, at `moment` of optimizer step `AT`."""
+    """Receives SIGTERM once, or Ctrl-C `interrupts` times, at `moment` of optimizer step `AT`."""
 
     moment: str | None = None
+    interrupts = 0
 
     def now(self, moment):
         if moment == self.moment and self.state.global_step == AT:
             self.moment = None
-            sigterm()
+            for _ in range(self.interrupts):
+                os.kill(os.getpid(), signal.SIGINT)
+            if not self.interrupts:
+                sigterm()
 
     def training_step(self, *args, **kwargs):
         if self._step % 2:
@@ -137,6 +141,23 @@ def test_a_run_whose_last_step_is_under_way_ends_as_usual(model_path, tmp_path):
     trainer = run(model_path, tmp_path, max_steps=AT + 1)
     trainer.moment = "inside a step"
     assert trainer.train().global_step == AT + 1
+
+
+def test_ctrl_c_saves_a_checkpoint_that_goes_on_and_a_second_one_ends_the_run_at_once(model_path, tmp_path):
+    def interrupted(folder, times):
+        trainer = run(model_path, folder)
+        trainer.moment = "inside a step"
+        trainer.interrupts = times
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        return checkpoint.checkpoints(folder / "Terminating")
+
+    (saved,) = interrupted(tmp_path / "once", 1)
+    assert saved.name == f"checkpoint-{AT + 1}" and checkpoint.why_invalid(saved) is None
+    resumed = run(model_path, tmp_path / "once")
+    assert resumed.train(resume_from_checkpoint=True).global_step == STEPS
+    assert interrupted(tmp_path / "twice", 2) == []
 
 
 def test_the_handler_of_the_user_is_called_and_comes_back(model_path, tmp_path):

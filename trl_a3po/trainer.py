@@ -275,13 +275,15 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
                 raise
             self.close()
         if output is None:
+            if self._termination.interrupted:
+                raise KeyboardInterrupt
             terminated = Terminated(self._terminated_at())
             logger.warning("%s", terminated)
             raise terminated
         return output
 
     def _until_terminated(self, train: Callable[..., TrainOutput], *args: Any, **kwargs: Any) -> TrainOutput | None:
-        """What `train` returns, or `None` if a SIGTERM has ended it; what it trained is then saved."""
+        """What `train` returns, or `None` if a signal has ended it; what it trained is then saved."""
         try:
             return train(*args, **kwargs)
         except StopRequested:

@@ -14,10 +14,11 @@ from transformers import TrainerCallback
 from tests.runs import COMPLETE, TakeRecorder, build
 from trl_a3po import Rejection
 from trl_a3po.protocol.engine import GroupFailed
+from trl_a3po.report import timeline as timeline_module
 from trl_a3po.report.gantt import PHASES, draw_gantt, rows_of
 from trl_a3po.report.history import by_staleness, read_history
 from trl_a3po.report.plot_runs import runs_figure
-from trl_a3po.report.timeline import NAME, Timeline, read_timeline
+from trl_a3po.report.timeline import NAME, OLDER, Timeline, read_timeline
 from trl_a3po.testing import StubEngine
 
 
@@ -184,6 +185,37 @@ def test_each_line_of_a_lineage_is_that_of_the_checkpoint_its_run_went_on_from(t
         found = read_timeline(tmp_path)
         assert [line["version"] for line in found if line["kind"] == "step"] == list(range(1, ends + 1))
         assert {line["run"] for line in found if line["kind"] == "start"} == {run}
+
+
+def test_a_file_of_full_size_is_continued_in_another_and_two_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline_module, "MOST_BYTES", 1000)
+    for begins in (0, 38):  # resumed from a checkpoint two steps before the end
+        timeline = Timeline(tmp_path / NAME, run="a", version=begins, resumed=begins > 0)
+        for version in range(begins + 1, begins + 41):
+            timeline.write("step", version=version)
+            timeline.write("checkpoint", version=version)
+            timeline.flush()
+    timeline.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [NAME, OLDER]
+    assert all(path.stat().st_size < 1300 for path in tmp_path.iterdir())
+    found = [line["version"] for line in read_timeline(tmp_path, "step")]
+    assert found == list(range(found[0], 79)) and 5 < len(found) < 40
+
+
+def test_a_run_is_resumed_in_a_file_that_continues_it_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline_module, "MOST_BYTES", 1000)
+    for begins, ends in ((0, 20), (18, 19)):
+        timeline = Timeline(tmp_path / NAME, run="a", version=begins, resumed=begins > 0)
+        for version in range(begins + 1, ends + 1):
+            timeline.write("step", version=version)
+            timeline.write("checkpoint", version=version)
+            timeline.flush()
+        timeline.close()
+    found = [line["version"] for line in read_timeline(tmp_path, "step")]
+    assert found == list(range(found[0], 20))
+    (tmp_path / OLDER).unlink()
+    found = [line["version"] for line in read_timeline(tmp_path, "step")]
+    assert found == list(range(found[0], 20)) and found[0] < 18
 
 
 def test_a_run_without_a_name_goes_on_as_one(tmp_path):

@@ -1,6 +1,7 @@
 """What tests ask about processes."""
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -27,3 +28,14 @@ def is_gone(pid: int) -> bool:
 def is_reaped(pid: int) -> bool:
     """Whether not even a zombie is left of the process."""
     return not os.path.exists(f"/proc/{pid}")
+
+
+def own_shared_memory(size: str) -> list[str]:
+    """What a command begins with to have a `/dev/shm` of its own, of `size`; nothing where that is not allowed."""
+    mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$0" "$@"'
+    inside = ["unshare", "-rm", "sh", "-c", mount]
+    try:
+        allowed = subprocess.run([*inside, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        allowed = False
+    return inside if allowed else []

@@ -115,6 +115,11 @@ def _of_logs(logs: list[dict[str, Any]]) -> Iterator[str]:
             "PROBLEM: in most groups all rewards are equal, so that nothing is learned: give partial rewards, use "
             "easier prompts, raise num_generations, or set drop_zero_variance_groups=True."
         )
+    if (last.get("completions/clipped_ratio") or 0) > 0.9:
+        yield (
+            "PROBLEM: nearly all completions are cut off at max_completion_length, before they come to an answer: "
+            "raise max_completion_length, or ask for shorter answers."
+        )
     if restarts := last.get("a3po/engine/restarts"):
         yield f"WARNING: the engine died {restarts:g} times and was started again: its output says why."
     if timeouts := last.get("a3po/reward/timeouts"):

@@ -51,7 +51,13 @@ class Lineage:
         if self._cut is not None and line["kind"] != "start":
             raise self._cut
         self._cut = None
-        if line["kind"] == "start":
+        if line["kind"] == "continued":
+            if line.get("run") in self._runs:
+                return
+            line["kind"] = "start"  # the first lines were in a file that is gone
+            self._run = line.get("run")
+            self._runs[self._run] = self.lines
+        elif line["kind"] == "start":
             self._begin(line)
         self.lines.append(line)
         if line["kind"] == "checkpoint":
@@ -72,6 +78,7 @@ def _facts_of(line: dict[str, Any]) -> list[tuple[str, Any]]:
     facts: dict[Any, list[tuple[str, Any]]] = {
         "start": [("version", int), ("resumed", bool), ("run", str | None)],
         "checkpoint": [("version", int)],
+        "continued": [("run", str | None)],
         "log": [("logged", dict | None)],
     }
     kind = line.get("kind")

@@ -2,7 +2,9 @@
 
 Guarantees: lines are only appended; every attempt at a prompt that ended has one line, so the lines add up to the
 outcomes of the queue; lines are kept in memory between two optimizer steps, and the main thread of the main process
-writes them; if the file cannot be written, the timeline ends with a warning and the run goes on.
+writes them; if the file cannot be written, the timeline ends with a warning and the run goes on. A file that has grown
+to `MOST_BYTES` becomes `timeline.older.jsonl`, in the place of an older one, so that a run of any length keeps between
+one and two times this size, the newest lines.
 
 All times are in seconds since 1970; missing numbers are `null`. The kinds of lines:
 
@@ -19,7 +21,8 @@ All times are in seconds since 1970; missing numbers are `null`. The kinds of li
   of its worker;
 - `log`: `logged` holds every metric that was logged, under the names of the Trainer's `log_history`;
 - `warning`: the `text` of a warning of this package;
-- `checkpoint`: the checkpoint of `version` is being saved; `end`: training stopped.
+- `checkpoint`: the checkpoint of `version` is being saved; `end`: training stopped;
+- `continued`: the first line of a file that continues another; it holds what the line `start` holds.
 """
 
 import json
@@ -39,6 +42,8 @@ from trl_a3po.rollout.outcomes import AttemptRecord
 logger = logging.getLogger(__name__)
 
 NAME = "timeline.jsonl"
+OLDER = "timeline.older.jsonl"
+MOST_BYTES = 128 * 2**20
 EPOCH = time.time() - time.monotonic()  # start of the monotonic clock, which is never set back
 TIMES = ("submitted", "finished", "scoring", "scored", "ended")  # of an attempt, in the queue's clock
 
@@ -53,6 +58,7 @@ class Timeline:
 
     def __init__(self, path: Path, **facts: Any):
         self._path = path
+        self._facts = facts
         self._lines: deque[str] = deque()  # any thread appends
         self._writable, self._file_opened = True, False
         self.write("start", **facts)
@@ -96,6 +102,9 @@ class Timeline:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._file_opened and self._path.stat().st_size >= MOST_BYTES:
+                self._path.replace(self._path.with_name(OLDER))
+                lines.insert(0, self._line("continued", {"time": self.now(), **self._facts}))
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines([*self._end_of_cut_line(), *lines])
         except OSError as error:
@@ -120,9 +129,13 @@ class Timeline:
         content = self._path.read_bytes()[-1:]
         return ["\n"] if content not in (b"", b"\n") else []
 
+    @staticmethod
+    def _line(kind: str, facts: dict[str, Any]) -> str:
+        return json.dumps(plain({"kind": kind, **facts}), default=str) + "\n"
+
     def _append(self, kind: str, facts: dict[str, Any]) -> None:
         try:
-            self._lines.append(json.dumps(plain({"kind": kind, **facts}), default=str) + "\n")
+            self._lines.append(self._line(kind, facts))
         except (TypeError, ValueError) as error:
             self._give_up(error)
 
@@ -132,7 +145,7 @@ def read_timeline(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
 
     For a resumed run, this leaves out what the earlier process did after the checkpoint that the next one resumed
     from, so that every prompt of an epoch was trained once. For several runs in one folder, it returns the one that
-    was started or resumed last.
+    was started or resumed last. The lines of `timeline.older.jsonl`, if there are any, come first.
 
     Args:
         run: the run's `output_dir`, or its `timeline.jsonl`.
@@ -147,9 +160,10 @@ def read_timeline(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"{run} holds no {NAME}: give the output_dir of a run.")
     lineage = Lineage(path)
-    text = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for line in text[: -1 if text[-1] == "" else None]:
-        lineage.add(line)
+    for part in (path.with_name(OLDER), path):
+        text = part.read_text(encoding="utf-8", errors="replace").split("\n") if part.is_file() else [""]
+        for line in text[: -1 if text[-1] == "" else None]:
+            lineage.add(line)
     return [line for line in lineage.lines if not kinds or line["kind"] in kinds]
 
 

@@ -22,6 +22,7 @@ from trl_a3po.checkpoints.write_errors import as_checkpoint_error
 from trl_a3po.config import A3POConfig
 from trl_a3po.distributed.team import Team
 from trl_a3po.episodes.episode import RolloutFunction
+from trl_a3po.errors import CheckpointError
 from trl_a3po.models.unwrap import base_model
 from trl_a3po.publish.quantised import keep_trained_dtypes
 from trl_a3po.report.model_card import complete_model_card
@@ -88,6 +89,7 @@ class CheckpointHooks(GRPOTrainer):
         folder = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._show_row_weights()
         self._end_evaluations()
+        _check_weights(self.model, folder)
         with _written_whole(self, folder):
             save_run(self, folder)
             # The new checkpoint is not valid yet: older ones are deleted, and the new one is pushed, after this block.
@@ -167,3 +169,15 @@ def _written_whole(trainer: "CheckpointHooks", folder: Path) -> Iterator[None]:
         yield
         team.barrier()
         team.run_on_main(lambda: checkpoint.complete(folder, version, session.run if session else None, before))
+
+
+def _check_weights(model: nn.Module, folder: Path) -> None:
+    """Raise `CheckpointError` if a trained weight of this process is not a number: no later step would make it one
+    again."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.isfinite().all():
+            raise CheckpointError(
+                f"The checkpoint {folder} is not written, because weights are not finite any more ({name!r}): a loss "
+                "or a gradient was NaN or infinite. Resume from the checkpoint before, with a lower learning_rate, a "
+                "max_grad_norm, or bf16=True instead of fp16=True."
+            )

@@ -1,9 +1,12 @@
-"""Ending a run on SIGTERM, which SLURM, Kubernetes and the owners of spot instances send before they kill.
+"""Ending a run in order: on SIGTERM, which SLURM, Kubernetes and the owners of spot instances send before they kill,
+and on Ctrl-C.
 
 Guarantees:
 - the first SIGTERM of a run asks for its end, and interrupts nothing: the run ends after the optimizer step under way,
   or at once where it waits for rollouts between two optimizer steps, in all of its processes at the same step;
 - another SIGTERM, later than `DUPLICATE_SECONDS` after the first, or a SIGINT, ends the process at once;
+- a SIGINT (Ctrl-C) where there is something to save asks for the end in the same way, and the next one raises
+  `KeyboardInterrupt` at once; where there is nothing to save, the first one does;
 - the user's own handler is called too, and the handlers of before are back after `listening`. Where no handler can be
   set, which is in any thread but the main one, and where SIGTERM is ignored, nothing changes.
 """
@@ -27,7 +30,8 @@ DUPLICATE_SECONDS = 5.0
 
 
 class StopRequested(Exception):
-    """The run ends here, between two optimizer steps, because of a SIGTERM. `train` turns it into `Terminated`."""
+    """The run ends here, between two optimizer steps, because of a signal. `train` turns it into `Terminated`, or into
+    `KeyboardInterrupt`."""
 
 
 class Termination(TrainerCallback):
@@ -43,24 +47,29 @@ class Termination(TrainerCallback):
         self._saves = saves
         self._requested_at: float | None = None
         self._stops = self._inside_step = self._may_interrupt = False
-        self._saved_step = 0
+        self._step = self._saved_step = 0
+        self.interrupted = False  # by Ctrl-C
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, a SIGTERM asks for the end of the run."""
-        self._requested_at, self._stops, self._inside_step, self._saved_step = None, False, False, 0
+        """Inside, a SIGTERM or a Ctrl-C asks for the end of the run."""
+        self._requested_at, self._stops, self._inside_step, self.interrupted = None, False, False, False
+        self._step = self._saved_step = 0
         before = signal.getsignal(signal.SIGTERM)
         if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
             yield  # a handler that is `None` was not set by Python, and Python could not set it again
             return
         handle, interrupt = _Handler(self._request, before), signal.getsignal(signal.SIGINT)
         signal.signal(signal.SIGTERM, handle)
+        if interrupt is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._interrupt)
         try:
             yield
         finally:
             if signal.getsignal(signal.SIGTERM) is handle:  # the user may have set another one meanwhile
                 signal.signal(signal.SIGTERM, before)
-            if self._requested_at is not None and interrupt is not None:
+            now = signal.getsignal(signal.SIGINT)
+            if interrupt is not None and (now == self._interrupt or self._requested_at is not None):
                 signal.signal(signal.SIGINT, interrupt)
 
     def should_save(self, step: int) -> bool:
@@ -81,17 +90,19 @@ class Termination(TrainerCallback):
         """Called in the main process while it waits for rollouts.
 
         Raises:
-            StopRequested: this process has received SIGTERM, and no micro-step has been trained since the last
-                optimizer step.
+            StopRequested: this process has received SIGTERM or SIGINT, and no micro-step has been trained since the
+                last optimizer step.
         """
         if self._may_interrupt and not self._inside_step and self._requested_at is not None:
-            logger.warning("SIGTERM: the run ends here, where it waits for rollouts.")
+            logger.warning("%s: the run ends here, where it waits for rollouts.", self._signal)
             raise StopRequested
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._saved_step = state.global_step  # of the checkpoint that is resumed; at step 0 there is nothing to save
+        self._step = self._saved_step = (
+            state.global_step
+        )  # of the checkpoint that is resumed; at step 0 there is nothing to save
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         self._inside_step = True
@@ -99,10 +110,10 @@ class Termination(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._inside_step = False
+        self._inside_step, self._step = False, state.global_step
         self._stops = self._in_any_process(self._requested_at is not None) and not control.should_training_stop
         if self._stops:
-            logger.warning("SIGTERM: the run ends after optimizer step %d.", state.global_step)
+            logger.warning("%s: the run ends after optimizer step %d.", self._signal, state.global_step)
             control.should_evaluate = False
             control.should_save = self.should_save(state.global_step)
 
@@ -118,6 +129,20 @@ class Termination(TrainerCallback):
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         if self._stops:
             raise StopRequested
+
+    @property
+    def _signal(self) -> str:
+        return "Ctrl-C" if self.interrupted else "SIGTERM"
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-C."""
+        if self._requested_at is not None or not self.should_save(self._step):
+            raise KeyboardInterrupt
+        self._requested_at, self.interrupted = time.monotonic(), True
+        logger.warning(
+            "Ctrl-C: the run ends, with a checkpoint, after the optimizer step under way. Another Ctrl-C ends it at "
+            "once, without."
+        )
 
     def _request(self) -> None:
         """The first SIGTERM, or a later one."""
