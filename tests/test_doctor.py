@@ -141,7 +141,7 @@ def test_a_verifier_that_needs_a_main_thread_has_one(folder, capsys):
         # https://github.com/modelscope/ms-swift/issues/3136: grad_norm is NaN late in training
         ({"logged": {"grad_norm": float("nan")}}, "lower learning_rate"),
         # https://github.com/alibaba/ROLL/issues/394: generation and training take turns
-        ({"taken": 0.9}, "goes into sampling: raise max_staleness"),
+        ({"taken": 0.9}, "Generation-bound: the trainer waited 90% of the time"),
     ],
 )
 def test_a_run_that_others_reported_is_explained(tmp_path, capsys, facts, words):
