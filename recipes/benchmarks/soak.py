@@ -33,7 +33,7 @@ CURVES = {  # of a sample: title
     "files": "trainer: open files",
     "threads": "trainer: threads",
     "processes": "processes",
-    "segments": "/dev/shm: segments",
+    "segments": "/dev/shm: segments, of the machine",
     "outstanding": "queue: prompts outstanding",
     "steps_per_second": "optimizer steps per second",
     "output_mib": "output_dir (MiB)",

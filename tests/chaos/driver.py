@@ -244,6 +244,7 @@ def _children(server: int) -> dict[int, str]:
 def main() -> None:
     folder, numbers = Path(sys.argv[1]), map(int, sys.argv[2:])
     _prctl(36, 1)  # orphans become children of this process
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
     sys.path.insert(0, str(IN_WORKERS))  # which workers inherit
     os.environ["TMPDIR"] = str(folder / "tmp")
     (folder / "tmp").mkdir(exist_ok=True)
