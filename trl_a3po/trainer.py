@@ -31,6 +31,7 @@ from peft import PeftModel
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
+from transformers.integrations import integration_utils
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 from trl import GRPOTrainer
 from trl.trainer.utils import get_callable_name
@@ -83,6 +84,8 @@ from trl_a3po.report.progress import restart_clocks
 from trl_a3po.report.rollout_log import RolloutLog, RolloutLogCallback, kept_share
 from trl_a3po.report.run_timeline import TimelineCallback
 from trl_a3po.report.take_metrics import TakeMetrics, add_seconds
+from trl_a3po.report.tracker_names import in_sections
+from trl_a3po.report.trackio_traces import TrackioTraces
 from trl_a3po.report.trainer_plan import trainer_plan
 from trl_a3po.rewards.recorded import RecordedReward
 from trl_a3po.rollout.batch_rows import (
@@ -224,6 +227,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self.add_callback(TimelineCallback(lambda: None if self._session is None else self._session.timeline))
         self._termination = Termination(self._team.any, lambda: self._saves_checkpoints)
         self.add_callback(self._termination)
+        self._traces = TrackioTraces(self._tokenizer, self.reward_func_names)
         self._rollout_log = RolloutLog(self._tokenizer, self.reward_func_names)
         self.add_callback(
             RolloutLogCallback(
@@ -478,6 +482,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         add_seconds(metrics, "a3po/time/wait", waited, first=first)
         if self._team.is_main:
             self._take_metrics.add(metrics, self._main_session, groups, waited, first=first)
+            if "trackio" in self.args.report_to:
+                self._traces.taken(groups, version)
         if first:
             batch.row_weights.clear()
             self._rollout_log.begin_batch()
@@ -734,7 +740,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
                 self._metrics["train"][name].append(value)
             self._show_row_weights()
         event = LogEvent(self.callback_handler, shows_all=self.args.log_all_metrics)
-        with temporarily(self, callback_handler=event):
+        sections = in_sections(integration_utils.rewrite_logs)
+        with temporarily(self, callback_handler=event), temporarily(integration_utils, rewrite_logs=sections):
             super().log(logs, start_time)
         if self._session is not None:
             self._session.timeline.log(event.entry)
