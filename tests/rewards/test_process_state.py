@@ -8,11 +8,13 @@ import os
 import random
 import signal
 import sys
+from random import seed as imported_seed
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from numpy.random import seed as imported_numpy_seed
 from torch import manual_seed as imported_manual_seed
 from transformers import AutoModelForCausalLM
 
@@ -34,6 +36,9 @@ class Process:
         pass
 
     def start(self):
+        pass
+
+    def wait_until_ready(self):
         pass
 
     def __call__(self, group):
@@ -66,6 +71,14 @@ def seeds_python():
 
 def seeds_numpy():
     np.random.seed(0)
+
+
+def seeds_python_by_an_imported_name():
+    imported_seed("a seed")
+
+
+def seeds_numpy_by_an_imported_name():
+    imported_numpy_seed(0)
 
 
 def seeds_all():
@@ -116,6 +129,8 @@ def state():
         (restores_torch, "torch.default_generator.set_state"),
         (seeds_python, "random.seed"),
         (seeds_numpy, "numpy.random.seed"),
+        (seeds_python_by_an_imported_name, "random.seed"),
+        (seeds_numpy_by_an_imported_name, "numpy.random.seed"),
         (seeds_all, "random.seed"),
         (goes_elsewhere, "os.chdir"),
         (captures, "another sys.stdout"),
@@ -140,12 +155,24 @@ def test_a_change_of_the_process_is_noticed_before_it_has_an_effect(caplog, chan
 
 def test_generators_and_folders_of_its_own_leave_a_function_in_the_thread():
     def draws(completions, **kwargs):
+        imported = random.Random()
+        imported.seed(0)
         random.Random(0).random(), np.random.default_rng(0).random(), np.random.RandomState(0).random()
         torch.rand(1, generator=torch.Generator().manual_seed(0))
         torch.random.get_rng_state(), random.getstate(), os.getcwd(), print("printed")
         return [1.0] * len(completions)
 
     assert scored(draws) == [[1.0]] * 2
+
+
+def test_a_function_that_draws_from_the_global_generators_stays_in_the_thread_and_draws_what_they_have():
+    def draws(completions, **kwargs):
+        return [random.random() + np.random.rand() + np.random.mtrand._rand.rand() + torch.rand(1).item()] * 2
+
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    expected = draws([])[0]
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    assert scored(draws) == [[expected]] * 2
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -4,8 +4,11 @@ Guarantees: a stand-in reports its call and then calls the real function, unless
 one variable in the threads that nobody watches.
 
 Stand-ins are attributes of modules, so code that imported a function by name has the real one. Where a real function
-looks something up at each call (`signal.signal`, `torch.manual_seed`, all collectives of torch and accelerate), the
-stand-in is there, and such code is noticed too.
+looks something up at each call (`signal.signal`, the functions that seed a generator, all collectives of torch and
+accelerate), the stand-in is there, and such code is noticed too.
+
+The states of generators are not compared before and after a call: the trainer draws from the same generators
+meanwhile, and a state does not tell whether numbers were drawn from it or it was seeded.
 """
 
 import _signal  # type: ignore[import-not-found]  # no stub
@@ -18,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 ACCURACY_REWARDS = "trl.rewards.accuracy_rewards"
 """TRL's module of rewards that use math-verify. Outside a main thread, they switch its time limits off."""
@@ -61,6 +64,10 @@ def replacements(notice: Notice) -> Iterator[tuple[Any, str, Any]]:
     yield signal, "_signal", SimpleNamespace(**{**vars(_signal), "signal": asks})
     yield threading, "main_thread", _main_thread(notice, threading.main_thread)
     yield sys, "__class__", _sys_class(notice)
+    # A version that is passed to `seed` is not noticed.
+    yield random.Random.seed, "__defaults__", (None, _Version(notice, vars(random)["_inst"]))
+    if (numpy_random := sys.modules.get("numpy.random.mtrand")) is not None:
+        yield numpy_random, "_rand", _numpy_generator(notice, vars(numpy_random)["_rand"])
     if (torch_random := sys.modules.get("torch.random")) is not None:
         yield torch_random, "default_generator", _Generator(notice, vars(torch_random)["default_generator"])
     if (collectives := sys.modules.get("torch.distributed.distributed_c10d")) is not None:
@@ -98,6 +105,37 @@ def _sys_class(notice: Notice) -> type[ModuleType]:
             super().__setattr__(name, value)
 
     return Sys
+
+
+class _Version(int):
+    """The default version of `random.Random.seed`, which compares it before it seeds."""
+
+    _notice: Notice
+    _global: random.Random
+
+    def __new__(cls, notice: Notice, global_generator: random.Random) -> Self:
+        version = super().__new__(cls, 2)
+        version._notice, version._global = notice, global_generator
+        return version
+
+    def __eq__(self, other: object) -> bool:
+        if sys._getframe(1).f_locals.get("self") is self._global:
+            self._notice(Kind.PROCESS, "random.seed")
+        return super().__eq__(other)
+
+    __hash__ = int.__hash__
+
+
+def _numpy_generator(notice: Notice, real: Any) -> Any:
+    """Numpy's global generator as its functions use it. Libraries keep what they find there, so it is of numpy's
+    type, and draws the same numbers."""
+
+    class RandomState(type(real)):  # type: ignore[misc]  # numpy is imported only where it is used
+        def seed(self, *args: Any, **kwargs: Any) -> None:
+            notice(Kind.PROCESS, "numpy.random.seed")
+            real.seed(*args, **kwargs)
+
+    return RandomState(real._bit_generator)
 
 
 class _Generator:
