@@ -14,7 +14,7 @@ from trl.rewards import accuracy_reward, get_cosine_scaled_reward
 
 from tests.rewards.test_worker_pool import state
 from trl_a3po.errors import RewardError
-from trl_a3po.protocol.records import Group, Prompt, Rollout
+from trl_a3po.protocol.records import Group, Prompt, Rollout, Score
 from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.rewards.watch import limits_time_in_main_thread_only, watch
 from trl_a3po.rewards.worker_pool import RewardWorkers
@@ -175,6 +175,31 @@ def test_a_function_that_cannot_be_pickled_is_an_error_that_says_what_to_do(in_t
     ) as error:
         in_thread(locked)(group())
     assert "reward_workers=0" not in str(error.value)
+
+
+@pytest.mark.parametrize(("timeout", "seconds"), [(None, 1.0), (9.0, 0.0)])
+def test_the_start_of_a_functions_process_counts_towards_no_timeout(timeout, seconds):
+    now, seen = [0.0], []
+
+    class Process:
+        def start(self):
+            pass
+
+        def wait_until_ready(self):
+            now[0] += 100.0
+            seen.append(scorer.seconds())
+
+        def __call__(self, group):
+            now[0] += 1.0
+            seen.append(scorer.seconds())
+            return Score([[0.0]] * 2)
+
+    scorer = RewardScorer(
+        [swallowing(asks("alarm"))], ["reward"], lambda group: ["c"] * 2, state,
+        timeout=timeout, own_process=lambda column: Process(), clock=lambda: now[0],
+    )  # fmt: skip
+    assert scorer(group()).rewards == [[0.0]] * 2
+    assert seen == [0.0, seconds]
 
 
 def test_a_hanging_function_in_its_process_costs_its_group(in_thread):

@@ -18,6 +18,7 @@ import pytest
 from tests.workers.processes import is_reaped, until
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Rollout, Score
+from trl_a3po.rewards import scorer
 from trl_a3po.rewards.worker_pool import RewardWorkers
 from trl_a3po.rewards.worker_process import RewardTraceback
 
@@ -317,16 +318,35 @@ def test_the_time_to_load_the_functions_is_not_the_functions_time(started):
         def __reduce__(self):
             return (_slow, ())
 
-    workers = started(Slow(), timeout=2.0)
-    with ThreadPoolExecutor(1) as thread:
-        scored = thread.submit(workers, group())
-        until(lambda: workers.describe())
-        assert "1 of 1 reward workers are starting" in workers.describe()
-        assert isinstance(scored.result(60), Score)
+    assert isinstance(started(Slow(), timeout=2.0)(group()), Score)
 
 
 def _slow():
     time.sleep(2.5)
+    return lambda **kwargs: [0.0, 0.0]
+
+
+def test_the_start_of_a_worker_is_no_stall_of_an_evaluation(started, monkeypatch, tmp_path):
+    class Gated:
+        def __reduce__(self):
+            return (_when_there_is, (tmp_path / "gate",))
+
+    def passes():
+        if workers.starting() and not (tmp_path / "gate").exists():
+            now[0] += 100.0
+            if now[0] >= 300.0:
+                (tmp_path / "gate").touch()
+
+    monkeypatch.setattr(scorer, "WHILE_WAITING_SECONDS", 0.01)
+    now = [0.0]
+    workers = started(Gated(), stall_timeout=60.0, clock=lambda: now[0])
+    assert workers.score_all([group()], passes)[0].rewards == [[0.0], [0.0]]
+    assert now[0] >= 300.0 and not workers.starting()
+
+
+def _when_there_is(gate):
+    while not gate.exists():
+        time.sleep(0.01)
     return lambda **kwargs: [0.0, 0.0]
 
 

@@ -553,3 +553,21 @@ def test_a_worker_that_is_stopped_is_waited_for():
     threading.Timer(2.5, lambda: setattr(engine, "enough", 0)).start()
     with running(engine, stall_timeout=1.0, max_staleness=0) as queue:
         assert len(queue.take(0)) == 2
+
+
+def test_the_start_of_a_reward_worker_is_no_stall():
+    now, started = [0.0], threading.Event()
+
+    def score(group):
+        assert started.wait(60)
+        return zero_score(group)
+
+    def starts():
+        if started.is_set():
+            return False
+        now[0] += 100.0
+        started.set()
+        return True
+
+    with running(score=score, scoring_starts=starts, running=lambda: now[0], max_staleness=0) as queue:
+        assert len(queue.take(0)) == 2

@@ -148,6 +148,7 @@ class RewardScorer:
         self._process = os.getpid()
         self._moved: dict[int, RewardWorkers] = {}  # the processes of functions that cannot run in a thread
         self._in_process: RewardWorkers | None = None  # the one of them that is scoring
+        self._uncounted = False  # the time that passes now counts towards no timeout of this scorer
         self._watches: set[Watch] = set()
         self._watchdog = Watchdog(idle_note(stall_timeout)) if watchdog else None
         self._stall_timeout = stall_timeout
@@ -176,12 +177,17 @@ class RewardScorer:
         return sum(process.crashes for process in list(self._moved.values()))
 
     def seconds(self) -> float:
-        """How long the functions have been running for the present group; 0 if there is none. The time in a process
-        that has a timeout of its own does not count. From any thread."""
-        began, in_process = self._began, self._in_process
-        if began is None or (in_process is not None and self._timeout_name == "reward_timeout"):
+        """How long the functions have been running for the present group; 0 if there is none, or while no time counts:
+        a process starts, or has a timeout of its own. From any thread."""
+        if self._uncounted:
             return 0.0
-        return self._clock() - began
+        began = self._began
+        return 0.0 if began is None else self._clock() - began
+
+    def starting(self) -> bool:
+        """Whether the process of a function is starting, which has a limit of its own. From any thread."""
+        in_process = self._in_process
+        return in_process is not None and in_process.starting()
 
     def stopped(self) -> str:
         """Which process of a function was stopped, and how it goes on, or an empty text. From any thread."""
@@ -344,14 +350,27 @@ class RewardScorer:
 
     def _score_in_process(self, column: int, group: Group) -> Score | Rejection:
         self._raise_if_interrupted()
-        process, began = self._moved[column], self._clock()
+        process = self._moved[column]
         self._run([column], process)
         try:
-            return process(group)
+            with self._without_counting():
+                process.wait_until_ready()
+            if self._timeout_name == "stall_timeout":
+                return process(group)
+            with self._without_counting():  # the process has the timeout
+                return process(group)
         finally:
             self._run([])
-            if self._timeout_name == "reward_timeout" and self._began is not None:
+
+    @contextmanager
+    def _without_counting(self) -> Iterator[None]:
+        began, self._uncounted = self._clock(), True
+        try:
+            yield
+        finally:
+            if self._began is not None:
                 self._began += self._clock() - began
+            self._uncounted = False  # only now: `seconds` is asked from other threads
 
     def score_all(
         self, groups: Sequence[Group], while_waiting: Callable[[], None] = lambda: None

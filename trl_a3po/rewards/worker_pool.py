@@ -49,6 +49,7 @@ class RewardWorkers:
         stall_timeout: seconds after which `score_all` gives up on a group.
         processes: how many processes the run has, of which one alone has reward workers.
         otherwise: for messages, what else to do about a function that cannot be pickled or loaded.
+        clock: of `stall_timeout`; `None` stands for one that stands still while this process is stopped.
 
     Raises:
         RewardError: a function cannot be pickled.
@@ -67,7 +68,9 @@ class RewardWorkers:
         stall_timeout: float = 600.0,
         processes: int = 1,
         otherwise: str = IN_THIS_PROCESS,
+        clock: Callable[[], float] | None = None,
     ):
+        self._clock = RunningClock(2 * WHILE_WAITING_SECONDS) if clock is None else clock
         self._functions = pickled_functions(funcs, names, otherwise)
         self._processes = processes
         self._otherwise = otherwise
@@ -125,7 +128,7 @@ class RewardWorkers:
         message = pickled_group(group, completions, state)
         worker = self._borrow()
         try:
-            self._wait_until_ready(worker)
+            self._make_ready(worker)
             addition = pickled_log(*self._log.addition(log, worker.known_log))
             return unpickled_score(worker.score((message, addition), self._timeout), group)
         except WorkerGone as gone:
@@ -133,18 +136,30 @@ class RewardWorkers:
         finally:
             self._give_back(worker)
 
+    def wait_until_ready(self) -> None:
+        """Return when a worker that is free has loaded the functions.
+
+        Raises:
+            RewardError: the functions cannot be loaded, or the workers are closed.
+        """
+        worker = self._borrow()
+        try:
+            self._make_ready(worker)
+        finally:
+            self._give_back(worker)
+
+    def starting(self) -> bool:
+        """Whether a group waits for a worker that imports what the functions need. A start has a limit of its own, so
+        it counts towards no other one. From any thread."""
+        with self._changed:
+            return any(not worker.ready for worker in self._busy)
+
     def describe(self) -> str:
         """What would help if the functions hang; empty if no worker is busy. From any thread."""
         with self._changed:
             busy = len(self._busy)
-            starting = sum(not worker.ready for worker in self._busy)
         if not busy:
             return ""
-        if starting:
-            return (
-                f"{starting} of {self._num_workers} reward workers are starting, which means importing what the "
-                "reward functions need: set stall_timeout above the seconds that this takes."
-            )
         advice = (
             "set a reward_timeout below stall_timeout, at which a hanging function is killed"
             if self._timeout is None
@@ -197,10 +212,18 @@ class RewardWorkers:
         self._starter.shutdown(wait=False)
 
     def _result(self, future: "Future[Score | Rejection]", while_waiting: Callable[[], None]) -> Score | Rejection:
-        clock = RunningClock(2 * WHILE_WAITING_SECONDS)
-        deadline = clock() + self._stall_timeout
+        began, started = self._clock(), False
+
+        def seconds_left() -> float:
+            nonlocal began, started
+            starting = self.starting()
+            if starting or started:
+                began = self._clock()
+            started = starting
+            return self._stall_timeout - (self._clock() - began)
+
         try:
-            return wait_for_result(future, lambda: deadline - clock(), while_waiting)
+            return wait_for_result(future, seconds_left, while_waiting)
         except TimeoutError:
             raise StallError(
                 f"The reward of an evaluation's group has not come within stall_timeout={self._stall_timeout:g} s. "
@@ -209,7 +232,7 @@ class RewardWorkers:
 
     # --- one group ----------------------------------------------------------------------------------------------
 
-    def _wait_until_ready(self, worker: RewardProcess) -> None:
+    def _make_ready(self, worker: RewardProcess) -> None:
         try:
             worker.wait_until_ready()
         except RewardError:

@@ -122,6 +122,7 @@ class GenerationQueue:
         runs_episodes: bool = False,
         describe_engine: Callable[[], str] = lambda: "",
         stopped_scoring: Callable[[], str] = lambda: "",
+        scoring_starts: Callable[[], bool] = lambda: False,
         running: Callable[[], float] | None = None,
     ):
         _require_positive(num_rollouts=num_rollouts, max_attempts=max_attempts, stall_timeout=stall_timeout)
@@ -143,6 +144,7 @@ class GenerationQueue:
         self._describe_score = describe_score
         self._describe_engine = describe_engine
         self._stopped_scoring = stopped_scoring
+        self._scoring_starts = scoring_starts
         self._stopped = ""
         self._while_waiting = while_waiting
         self._while_waiting_called = time.monotonic()
@@ -429,9 +431,10 @@ class GenerationQueue:
         the lock: the call may take as long as another process needs to answer."""
         stats = self._engine.stats()
         stopped = stats.trouble if stats.is_stopped else self._stopped_scoring()
+        starts = self._scoring_starts()
         with self._changed:
             gets_on = self._engine_watch.gets_on(stats, self._shared.events, self._most_tokens())
-            if gets_on or stopped:
+            if gets_on or stopped or starts:
                 self._shared.last_progress = self._running()
         if stopped and not self._stopped:
             logger.warning("Training waits: %s.", stopped)

@@ -76,6 +76,7 @@ def build_queue(
         runs_episodes=episodes is not None,
         describe_engine=(lambda: "") if episodes is None else episodes.runner.describe,
         stopped_scoring=scorer.stopped,
+        scoring_starts=scorer.starting,
         running=running,
         new_tokens=partial(room_for_completion, args, trainer.model.config.get_text_config()),
     )
