@@ -8,7 +8,8 @@ Guarantees: within `EXIT_TIMEOUT` after another process has failed, or `HEARTBEA
 last heartbeat, this process has raised an error of its own, or it reports the failure on standard error, runs its
 cleanup and exits with status 1. Where several processes fail, the first error is the one that is reported. A process
 that raises waits up to `REPORT_TIMEOUT` until the others have read its error, because the store may end with this
-process. The watch uses no collective, and a run of one process has no watch.
+process. The watch uses no collective, and a run of one process has no watch. Where all processes are stopped and
+continued together, the time in between does not count.
 """
 
 import itertools
@@ -26,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trl_a3po.distributed.team import Team
+from trl_a3po.workers.running_clock import RunningClock
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ POLL_INTERVAL = 1.0
 HEARTBEAT_TIMEOUT = 90.0
 EXIT_TIMEOUT = 10.0
 REPORT_TIMEOUT = 5.0
+LONGEST_LOOK = 10.0  # between two looks at the heartbeats, with a store that answers slowly
 
 _runs = itertools.count()
 
@@ -96,24 +99,24 @@ class RankWatch:
         return None if rank == self._team.rank else f"process {rank} of {self._team.size} failed: {error}"
 
     def _poll(self) -> None:
-        changed_at = dict.fromkeys(range(self._team.size), time.monotonic())
+        clock = RunningClock(LONGEST_LOOK)
+        changed_at = dict.fromkeys(range(self._team.size), clock())
         heartbeats: dict[int, bytes] = {}
         for beat in itertools.count():
             if self._over.wait(POLL_INTERVAL):
                 return
             try:
                 self._store.set(f"{self._prefix}/alive/{self._team.rank}", str(beat))
-                failure = self._failure(changed_at, heartbeats)
+                failure = self._failure(changed_at, heartbeats, clock())
             except RuntimeError as error:
                 failure = f"the process that holds the key-value store of the run is gone ({error})"
             if failure is not None:
                 self._exit(failure)
                 return
 
-    def _failure(self, changed_at: dict[int, float], heartbeats: dict[int, bytes]) -> str | None:
+    def _failure(self, changed_at: dict[int, float], heartbeats: dict[int, bytes], now: float) -> str | None:
         """Which other process failed, and how; `None` if no process did. Updates the last heartbeat of each process
         and when it changed."""
-        now = time.monotonic()
         if self._store.check([f"{self._prefix}/failed"]):
             self._store.set(f"{self._prefix}/knows/{self._team.rank}", "")
             return self._first_failure()

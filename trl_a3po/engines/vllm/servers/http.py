@@ -1,8 +1,8 @@
 """HTTP calls with a timeout. A call sends JSON and gets an answer.
 
-Guarantees: a call ends within its timeout whatever the server does, even if the server sends a byte now and then; a
-call can be ended from another thread; every failure is one of the four kinds of `HttpFault`. A call is one connection
-to the server itself: proxies set in the environment are ignored.
+Guarantees: a call ends within its timeout whatever the server does, even if the server sends a byte now and then; time
+in which this process is stopped does not count; a call can be ended from another thread; every failure is one of the
+four kinds of `HttpFault`. A call is one connection to the server itself: proxies set in the environment are ignored.
 """
 
 import contextlib
@@ -11,10 +11,11 @@ import io
 import json
 import os
 import socket
-import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
+
+from trl_a3po.workers.running_clock import TICK, RunningClock
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT = 5.0
 _SHOWN = 400  # characters of an answer in an error
 _MOST = 1 << 16  # bytes read at a time
+
+Result = TypeVar("Result")
 
 
 class HttpFault(Exception):
@@ -60,11 +63,21 @@ class Call:
         body: sent as JSON; `None` sends none.
         timeout: seconds for all of it.
         name: of the request, which the server is told.
+        clock: of the timeout; `None` stands for one that stands still while this process is stopped.
     """
 
     def __init__(
-        self, base_url: str, method: str, path: str, body: Any = None, *, timeout: float, name: str | None = None
+        self,
+        base_url: str,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout: float,
+        name: str | None = None,
+        clock: Callable[[], float] | None = None,
     ):
+        self._clock = clock
         self._name = name
         self._base_url = base_url
         self._method = method
@@ -96,14 +109,15 @@ class Call:
 
     @contextlib.contextmanager
     def _answer(self) -> Iterator[http.client.HTTPResponse]:
-        deadline = time.monotonic() + self._timeout
+        clock = RunningClock() if self._clock is None else self._clock
+        deadline = clock() + self._timeout
         connection, below = _connection(self._base_url, min(CONNECT_TIMEOUT, self._timeout))
         try:
             connection.connect()
             self._socket = connection.sock
             if self._ended:
                 raise ConnectionFault(f"The call of {self.named} was ended.")
-            connection.sock = _DeadlineSocket(connection.sock, deadline)
+            connection.sock = _DeadlineSocket(connection.sock, deadline, clock)
             headers = {"Connection": "close", "Content-Type": "application/json"}
             if self._name is not None:
                 headers["X-Request-Id"] = self._name
@@ -116,7 +130,7 @@ class Call:
                 raise StatusFault(f"{self.named} answered {response.status}{shown}.", response.status)
             yield response
         except TimeoutError as error:
-            if time.monotonic() < deadline:  # while connecting
+            if self._socket is None and self._timeout > CONNECT_TIMEOUT:
                 raise ConnectionFault(f"{self.named} could not be reached within {CONNECT_TIMEOUT:g} s.") from error
             raise TimeoutFault(f"{self.named} did not answer within {self._timeout:g} s.") from error
         except http.client.IncompleteRead as error:
@@ -166,30 +180,33 @@ def shown_of(answer: str) -> str:
 class _DeadlineSocket:
     """What `http.client` uses of a socket, each wait cut at a deadline for all of them."""
 
-    def __init__(self, sock: socket.socket, deadline: float):
+    def __init__(self, sock: socket.socket, deadline: float, clock: Callable[[], float]):
         self._socket = sock
         self._deadline = deadline
+        self._clock = clock
 
     def sendall(self, data: bytes) -> None:
-        self._aim()
-        self._socket.sendall(data)
+        sent = 0
+        while sent < len(data):
+            sent += self._until_deadline(self._socket.send, memoryview(data)[sent:])
 
     def makefile(self, mode: str) -> "io.BufferedReader[_Reader]":
         self._file = io.BufferedReader(_Reader(self), _MOST)
         return self._file
 
     def receive_into(self, buffer: "WriteableBuffer") -> int:
-        self._aim()
-        return self._socket.recv_into(buffer)
+        return self._until_deadline(self._socket.recv_into, buffer)
 
     def close(self) -> None:
         """Nothing: `http.client` is done with it before the answer is read."""
 
-    def _aim(self) -> None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._socket.settimeout(left)
+    def _until_deadline(self, wait: "Callable[[WriteableBuffer], Result]", data: "WriteableBuffer") -> Result:
+        """What `wait(data)` returns. It waits in pieces, so that the clock is looked at."""
+        while (left := self._deadline - self._clock()) > 0:
+            self._socket.settimeout(min(TICK, left))
+            with contextlib.suppress(TimeoutError):
+                return wait(data)
+        raise TimeoutError
 
 
 class _Reader(io.RawIOBase):

@@ -1,14 +1,14 @@
 """Looking after the servers of a pool: which can be reached, bringing back those that were lost, and when to give up.
 
 Guarantees: a server that comes back is checked again and carries the current publication before it gets work; all
-servers out of reach for `outage_timeout` seconds end the run with one error, as does what goes wrong here.
+servers out of reach for `outage_timeout` seconds end the run with one error, as does what goes wrong here. Time in
+which this process is stopped does not count.
 
 Threads: one for each server.
 """
 
 import logging
 import threading
-import time
 import traceback
 from collections.abc import Callable
 
@@ -17,10 +17,13 @@ from trl_a3po.engines.vllm.servers.pool import ServerPool
 from trl_a3po.engines.vllm.servers.pooled_server import PooledServer
 from trl_a3po.engines.vllm.servers.server import Server, ServerInfo
 from trl_a3po.errors import EngineError
+from trl_a3po.workers.running_clock import RunningClock
 
 logger = logging.getLogger(__name__)
 
 MISSED_PINGS = 3
+LONGEST_LOOK = 15.0
+"""Seconds between two looks at a server, of which most may pass in a ping that gets no answer."""
 
 
 class ServerWatch:
@@ -47,11 +50,12 @@ class ServerWatch:
         self._deliver = deliver
         self._outage_timeout = outage_timeout
         self._poll = poll
-        self._alive_at = time.monotonic()
+        self._clock = RunningClock(LONGEST_LOOK)
+        self._alive_at = self._clock()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        self._alive_at = time.monotonic()
+        self._alive_at = self._clock()
         for number, member in enumerate(self._pool.members):
             thread = threading.Thread(target=self._watch, args=(member,), name=f"a3po-vllm-{number}", daemon=True)
             self._threads.append(thread)
@@ -117,7 +121,7 @@ class ServerWatch:
         logger.warning("%s is back and carries version %d.", member.server.url, served_weights.version)
 
     def _note_outage(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if self._pool.can_sample or self._pool.is_over():
             self._alive_at = now
         elif now - self._alive_at > self._outage_timeout:
