@@ -1,6 +1,8 @@
 """Adapters and checkpoints as vLLM reads them from disk."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -43,7 +45,13 @@ def test_a_written_checkpoint_is_what_transformers_loads(tmp_path, tied):
     torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
 
 
-def test_a_checkpoint_of_what_training_changes_is_completed(tmp_path):
+def without_hard_links(*paths):
+    raise OSError(errno.ENOTSUP, "Operation not supported")
+
+
+@pytest.mark.parametrize("link", [os.link, without_hard_links])
+def test_a_checkpoint_of_what_training_changes_is_completed(tmp_path, monkeypatch, link):
+    monkeypatch.setattr(os, "link", link)
     model = tiny()
     model.model.embed_tokens.requires_grad_(False)
     checkpoint = CheckpointFolder(tmp_path, policy_spec(model, torch.float32))

@@ -66,7 +66,10 @@ class CheckpointFolder:
     def _keep(self, before: Path, folder: Path, names: set[str]) -> None:
         """Complete the checkpoint in `folder` by what the one `before` has under `names`, copied once per run."""
         if (before / _REST).exists() and _stored(before / _REST) == names:
-            os.link(before / _REST, folder / _REST)
+            try:
+                os.link(before / _REST, folder / _REST)
+            except OSError:  # the file system has no hard links
+                shutil.copyfile(before / _REST, folder / _REST)
             return
         rest: dict[str, torch.Tensor] = {}
         for path in (before / _REST, before / _TRAINED):
