@@ -19,6 +19,13 @@ def test_more_tokens_than_the_groups_can_have_are_no_progress_until_the_next_eve
     assert watch.gets_on(EngineStats(tokens=150), 2, 100) and watch.tokens == 49
 
 
+def test_the_tokens_of_groups_that_are_done_are_none_since_the_last_event():
+    watch = EngineWatch()
+    watch.gets_on(EngineStats(tokens=27), 1, 0)
+    assert str(watch).startswith("0 tokens sampled since the last event;")
+    assert not watch.gets_on(EngineStats(tokens=28), 1, 0)
+
+
 def test_a_stopped_worker_is_waited_for():
     watch, stopped = EngineWatch(), EngineStats(is_stopped=True, trouble="its worker (process 7) is stopped")
     assert not watch.gets_on(EngineStats(), 1, None)

@@ -31,7 +31,8 @@ class EngineWatch:
         """
         before, self._stats, self._most_tokens = self._stats.tokens, stats, most_tokens
         if events != self._events:
-            self._events, self._tokens_at_event = events, before
+            # Tokens sampled between the event and this look count too, unless no group was left that they can be of.
+            self._events, self._tokens_at_event = events, stats.tokens if most_tokens == 0 else before
         return stats.is_stopped or (stats.tokens > before and not self._is_endless)
 
     @property
