@@ -8,9 +8,11 @@ from transformers import TrainerCallback, TrainingArguments
 
 from tests.runs import build, logged
 from tests.test_settings_matter import CASES, IN_A_RUN, OF_AN_OBJECTIVE
+from tests.tiny import tiny_prompts
 from trl_a3po import A3POConfig
 from trl_a3po.checks.changed_arguments import READ_BY_EACH_LOSS, READ_BY_EACH_TRAINING, settings_read_once
 from trl_a3po.config.documentation import setting_rows
+from trl_a3po.errors import RewardError
 
 FOLLOWED_AT_ONCE = {*READ_BY_EACH_LOSS, *OF_AN_OBJECTIVE, "behavior_weight_cap", "behavior_weight_mode", "dry_run"}
 
@@ -89,6 +91,40 @@ def test_what_a_callback_changes_is_refused_in_the_next_micro_step(model_path, t
     with pytest.raises(ValueError, match=words):
         trainer.train()
     assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda trainer: trainer.reward_funcs.__setitem__(0, lambda completions, **kwargs: [0.0] * len(completions)),
+        lambda trainer: setattr(trainer, "reward_funcs", [len]),
+        lambda trainer: setattr(trainer, "on_group", len),
+    ],
+    ids=["a reward function", "reward_funcs", "on_group"],
+)
+def test_functions_that_a_callback_changes_are_refused_in_the_next_micro_step(model_path, tmp_path, change):
+    trainer = build(model_path, tmp_path, callbacks=[After(lambda args, state: change(trainer))])
+    with pytest.raises(ValueError, match=r"trainer\.(reward_funcs|on_group) was changed during training"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("method", ["log", "save_model", "evaluate"])
+def test_methods_of_the_thread_that_trains_are_refused_to_a_reward_function(model_path, tmp_path, method):
+    def disturbs(completions, **kwargs):
+        calls[method]()
+        return [0.0] * len(completions)
+
+    trainer = build(model_path, tmp_path, reward_funcs=disturbs, eval_dataset=tiny_prompts(4))
+    calls = {
+        "log": lambda: trainer.log({"mine": 1.0}),
+        "save_model": lambda: trainer.save_model(str(tmp_path / "saved")),
+        "evaluate": trainer.evaluate,
+    }
+    words = rf"trainer\.{method}\(\) was called in the thread 'a3po rewards'.*log_metric"
+    with pytest.raises(RewardError, match=words):
+        trainer.train()
+    assert not (tmp_path / "saved").exists()
 
 
 def test_what_each_loss_reads_and_fewer_steps_are_followed_in_the_middle_of_a_training(model_path, tmp_path):

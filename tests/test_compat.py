@@ -1,11 +1,13 @@
 """An unsupported TRL raises when the package is imported."""
 
+import inspect
 import subprocess
 import sys
 
 import pytest
 from trl import GRPOTrainer
 
+from trl_a3po import A3POTrainer
 from trl_a3po._compat import TESTED, check_hooks, check_trl_version
 
 
@@ -68,3 +70,12 @@ def test_a_changed_method_of_another_library_is_named_with_the_tested_version(mo
         check_hooks(GRPOTrainer)
     assert f"{name}('self', " in str(error.value) and f"the installed {library} " in str(error.value)
     assert f'pip install "{library}=={TESTED[library]}.*"' in str(error.value)
+
+
+def test_the_trainer_takes_the_arguments_of_trls_in_their_order():
+    def arguments(trainer_class):
+        parameters = inspect.signature(trainer_class).parameters.values()
+        return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
+
+    *mine, (name, _, _) = arguments(A3POTrainer)
+    assert mine == arguments(GRPOTrainer) and name == "on_group"

@@ -92,6 +92,17 @@ class MixedVersions(Recorder):
         return rows
 
 
+@pytest.fixture
+def default_dtype(request):
+    """Torch's default dtype, as a script sets it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("default_dtype", [torch.float32, torch.bfloat16], indirect=True)
+@pytest.mark.usefixtures("default_dtype")
 def test_versions_and_log_probs_stay_with_their_tokens_through_shuffle_and_split(model_path, tmp_path):
     trainer = build(model_path, tmp_path, MixedVersions, steps_per_generation=4, max_steps=6)
     trainer.train()
@@ -107,7 +118,10 @@ def test_versions_and_log_probs_stay_with_their_tokens_through_shuffle_and_split
             )
             assert inputs["staleness"][row, :length].tolist() == [version - v for v in rollout.versions]
             torch.testing.assert_close(
-                inputs["sampling_per_token_logps"][row, :length], torch.tensor(rollout.logps), rtol=0, atol=1e-6
+                inputs["sampling_per_token_logps"][row, :length],
+                torch.tensor(rollout.logps, dtype=torch.float32),
+                rtol=0,
+                atol=1e-6,
             )
             checked += 1
     assert checked == 6 * 2 * 4  # optimizer steps x micro-steps x rows

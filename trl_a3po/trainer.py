@@ -20,6 +20,7 @@ forward pass of the policy except for `proximal_method="recompute"`; there are n
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from peft import PeftConfig, PeftModel
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 from trl import GRPOTrainer
@@ -39,7 +41,6 @@ from trl.trainer.utils import get_callable_name
 from trl_a3po._compat import check_hooks
 from trl_a3po.checkpoints.choose_checkpoint import choose_checkpoint, warn_of_earlier_runs
 from trl_a3po.checks.arguments import (
-    argument_names,
     check_arguments,
     check_environments,
     check_on_group,
@@ -60,6 +61,7 @@ from trl_a3po.checks.overrides import (
     check_own_loss,
     check_preparation,
     check_prepared,
+    check_thread,
 )
 from trl_a3po.checks.policy import check_parallelism, check_policy, check_sharding, check_trained_before
 from trl_a3po.config import A3POConfig
@@ -69,6 +71,7 @@ from trl_a3po.distributed.rank_shares import balanced_rows, rank_share
 from trl_a3po.distributed.rank_watch import RankWatch
 from trl_a3po.distributed.shared_folder import check_shared
 from trl_a3po.distributed.team import Team
+from trl_a3po.episodes.episode import RolloutFunction
 from trl_a3po.errors import Terminated
 from trl_a3po.forward.training import TrainingForward
 from trl_a3po.models.mode import mode_of_this_thread
@@ -89,6 +92,7 @@ from trl_a3po.report.trackio_traces import TrackioTraces
 from trl_a3po.report.trainer_plan import trainer_plan
 from trl_a3po.rewards.recorded import RecordedReward
 from trl_a3po.rollout.batch_rows import (
+    behavior_logps,
     behavior_versions,
     example_of,
     messages_of,
@@ -109,7 +113,7 @@ from trl_a3po.session.build_engine import (
     shared_with_engine,
     split_of,
 )
-from trl_a3po.session.build_episodes import remove_close_from_tools, runs_episodes
+from trl_a3po.session.build_episodes import closing_environments_on_error, remove_close_from_tools, runs_episodes
 from trl_a3po.session.build_policy import build_policy, zero_stage
 from trl_a3po.session.build_scorer import (
     add_recorded_reward,
@@ -134,6 +138,8 @@ check_hooks(GRPOTrainer)
 
 logger = logging.getLogger(__name__)
 
+EvalDataset = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
+EnvironmentFactory = Callable[[], Any]
 RewardFunction = str | PreTrainedModel | Callable[..., Any]
 """A function, a reward model or its name. Unlike with TRL's annotation, a function may return `list[float]`."""
 
@@ -182,21 +188,58 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         model: str | PreTrainedModel | PeftModel,
         reward_funcs: RewardFunction | list[Any] | None = None,
         args: A3POConfig | None = None,
-        *arguments: Any,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: EvalDataset | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: PeftConfig | None = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunction | None = None,
+        environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
+        *,
         on_group: OnGroup | None = None,
-        **options: Any,
     ) -> None:
         args = args if args is not None else A3POConfig("trainer_output")
-        others = dict(zip(argument_names(GRPOTrainer)[3:], arguments, strict=False)) | options
-        check_arguments(model, reward_funcs, args, others)
+        check_arguments(
+            model,
+            reward_funcs,
+            args,
+            processing_class=processing_class,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
         check_on_group(on_group)
-        self.rollout = others.pop("rollout_func", None)
+        self.rollout = rollout_func
         functions = reward_list(reward_funcs)
         self._recorded_from = len(functions)  # the first column of rewards that episodes give themselves
         if self.rollout is not None and not functions:
             functions = [RecordedReward(get_callable_name(self.rollout))]
-        with temporarily(args, enable_jit_checkpoint=False):  # `Termination` does this, at a step's end only
-            super().__init__(model, functions, args, **others)
+        with closing_environments_on_error(self):
+            with temporarily(args, enable_jit_checkpoint=False):  # `Termination` does this, at a step's end only
+                super().__init__(
+                    model,
+                    functions,
+                    args,
+                    train_dataset=train_dataset,
+                    eval_dataset=eval_dataset,
+                    processing_class=processing_class,
+                    reward_processing_classes=reward_processing_classes,
+                    callbacks=callbacks,
+                    optimizers=optimizers,
+                    quantization_config=quantization_config,
+                    peft_config=peft_config,
+                    tools=tools,
+                    environment_factory=environment_factory,
+                )
+            self._complete(on_group)
+
+    def _complete(self, on_group: OnGroup | None) -> None:
+        """Check what TRL has built, and build the rest. The engine starts with training."""
+        args = self.args
         add_recorded_reward(self)
         remove_close_from_tools(self)
         check_sharding(self.is_fsdp_enabled)
@@ -224,6 +267,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self._running = self._trained_before = self._has_evaluated = False
         self._reward_thread = new_reward_thread()
         self._session: Session | None = None  # in the main process, during training
+        self._training_thread: int | None = None  # during training
         self.add_callback(TimelineCallback(lambda: None if self._session is None else self._session.timeline))
         self._termination = Termination(self._team.any, lambda: self._saves_checkpoints)
         self.add_callback(self._termination)
@@ -268,7 +312,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         check_reward_functions(self.args, reward_functions(self), self.reward_func_names)
         self._trained_before = True
         watch = RankWatch(self._team, cleanup=self.close)
-        with mode_of_this_thread(self.model), self._termination.listening(), watch:
+        thread = temporarily(self, _training_thread=threading.get_ident())
+        with mode_of_this_thread(self.model), self._termination.listening(), watch, thread:
             try:
                 folder = self._resume(resume_from_checkpoint)
                 self._train_rows = train_rows(self, self._resumed)
@@ -518,6 +563,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         return [example_of(row) for row in self._current_batch.rows]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        check_thread("evaluate", self._training_thread)
         try:
             output = super().evaluation_loop(*args, **kwargs)
         finally:
@@ -624,6 +670,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             batch["compared_logps"] = batch.pop("old_per_token_logps")
         number_of_rows, length = batch["completion_ids"].shape
         device = batch["completion_ids"].device
+        # TRL makes this one in torch's default dtype, which rounds if a script has set it to half precision.
+        batch["sampling_per_token_logps"] = behavior_logps(rows, length).to(device)
         if self.model.training and (self.log_completions or self._rollout_log.share):
             first = (current.take_number * self._team.size + self._team.rank) * number_of_rows
             places = range(first, first + number_of_rows)
@@ -735,6 +783,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         self._metrics["train"][name].append(time.perf_counter() - started)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        check_thread("log", self._training_thread)
         if self.model.training and not self._loss_metrics.empty:
             for name, value in self._loss_metrics.collect(self._team).items():
                 self._metrics["train"][name].append(value)

@@ -3,6 +3,7 @@
 `torchrun … -m tests.distributed.failing FOLDER MODE FAULT`, with `nothing` for a fault: then it resumes.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from tests.distributed.runs import build, leave, use_deepspeed
@@ -56,6 +58,12 @@ class DiesInPublish(StubEngine):
         super().publish(update)
 
 
+def gathers(completions, **kwargs):
+    with contextlib.suppress(BaseException):
+        gather_object([0.0])
+    return [0.0] * len(completions)
+
+
 def main() -> None:
     folder, mode, fault = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     if mode.startswith("zero"):
@@ -69,6 +77,8 @@ def main() -> None:
     if fault == "starve":
         settings |= {"stall_timeout": 3.0, "reward_timeout": 3.0}
     trainer = build(folder, mode, 2, **settings)
+    if fault == "gather":
+        trainer.reward_funcs[0] = gathers
     if fault == "starve":
         scores = trainer.reward_funcs[0]
         trainer.reward_funcs[0] = lambda *a, **k: (

@@ -38,6 +38,18 @@ def test_every_process_ends_with_the_cause_and_the_checkpoint_goes_on(tmp_path, 
     assert result["step"] == STEPS and result["published"][0] in (FAILS_AT - 1, FAILS_AT)
 
 
+@pytest.mark.long
+def test_a_reward_function_that_gathers_is_refused_at_the_call_in_one_sentence(tmp_path):
+    save_tiny_model(tmp_path / "model")
+    failed = launch(MODULE, tmp_path, "ddp", "gather")
+    assert failed.returncode != 0
+    sentence = (
+        "RewardError: The reward function 'reward' calls an operation of accelerate across processes, which waits for "
+        "every process of the run, but only one of them calls reward functions. Compute the reward from the group's"
+    )
+    assert sentence in failed.stdout and "StallError" not in failed.stdout, failed.stdout[-4000:]
+
+
 @pytest.mark.parametrize(
     ("mode", "fault"),
     [

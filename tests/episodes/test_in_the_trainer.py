@@ -113,6 +113,7 @@ def test_environments_are_refused_to_reward_workers(tmp_path):
 
     with pytest.raises(ValueError, match=r"reward_workers=1, but the reward function 'sees' asks for `environments`"):
         trainer_of(tmp_path, reward_funcs=sees, reward_workers=1)
+    assert len(Environment.made) == 1 and closed_once()
 
 
 def apart(tmp_path, **attributes):

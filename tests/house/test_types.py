@@ -54,14 +54,14 @@ MISTAKES = {
     "a config of TRL's": ("A3POTrainer('model', args=GRPOConfig('outputs'))", "arg-type", "A3POConfig"),
     "a misspelt import": ("from trl_a3po import A3POTrainr", "attr-defined", "A3POTrainr"),
     "a misspelt attribute": ("print(A3POConfig('outputs').max_stalenes)", "attr-defined", "max_stalenes"),
+    "a misspelt argument": ("A3POTrainer('model', train_datset=None)", "call-arg", "train_datset"),
+    "an argument of the wrong type": ("A3POTrainer('model', callbacks=print)", "arg-type", "callbacks"),
     "a hook that returns a number": ("A3POTrainer('model', on_group=len)", "arg-type", "on_group"),
 }
 
 PASSED_ON = "arguments of TRL or transformers, passed on"
 CONVERSATION = "text or messages, in any form that the chat template takes"
 IMPRECISE = {
-    "A3POTrainer.__init__(arguments)": PASSED_ON,
-    "A3POTrainer.__init__(options)": PASSED_ON,
     "A3POTrainer.train(args)": PASSED_ON,
     "A3POTrainer.train(kwargs)": PASSED_ON,
     "A3POTrainer.evaluation_loop(args)": PASSED_ON,

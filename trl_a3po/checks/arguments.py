@@ -22,19 +22,27 @@ from trl_a3po.rewards.messages import pickled_functions
 from trl_a3po.rewards.scorer import is_async
 
 
-def check_arguments(model: Any, reward_funcs: Any, args: A3POConfig, others: dict[str, Any]) -> None:
-    """Raise `TypeError` or `ValueError` for arguments of `A3POTrainer` that cannot be trained with; `others` are the
-    arguments after the first three, by name."""
+def check_arguments(
+    model: Any,
+    reward_funcs: Any,
+    args: A3POConfig,
+    *,
+    processing_class: Any,
+    tools: Any,
+    rollout_func: Any,
+    environment_factory: Any,
+) -> None:
+    """Raise `TypeError` or `ValueError` for arguments of `A3POTrainer` that cannot be trained with."""
     if not isinstance(args, A3POConfig):
         raise TypeError(f"args is a {type(args).__name__}: pass an A3POConfig, which takes every field of GRPOConfig.")
     check_engine(args)  # which may have been set after the configuration was made
-    _check_rollout_func(others)
-    _check_tools(others.get("tools"))
-    _check_factory(others.get("environment_factory"))
+    _check_rollout_func(rollout_func, tools=tools, environment_factory=environment_factory)
+    _check_tools(tools)
+    _check_factory(environment_factory)
     if args.parallelism_config is not None:
         split = args.parallelism_config
         check_parallelism(split.tp_size, split.cp_size, split.sp_size)
-    check_processing_class(others.get("processing_class"))
+    check_processing_class(processing_class)
     if not isinstance(model, str):
         _check_model_object(model)
     for func in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
@@ -130,11 +138,6 @@ def check_reward_functions(
         )
 
 
-def argument_names(trainer_class: type) -> list[str]:
-    """Names of the arguments of the constructor, in order, without `self`."""
-    return list(inspect.signature(trainer_class).parameters)
-
-
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
@@ -142,8 +145,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return {}
 
 
-def _check_rollout_func(others: dict[str, Any]) -> None:
-    rollout_func = others.get("rollout_func")
+def _check_rollout_func(rollout_func: Any, **others: Any) -> None:
     if rollout_func is None:
         return
     if not is_async(rollout_func):
@@ -153,8 +155,8 @@ def _check_rollout_func(others: dict[str, Any]) -> None:
             "rollout(episode)`, which plays one episode: `turn = await episode.sample(messages)` samples from the "
             "engine, and the function returns the reward. docs/agents.md says what each part becomes."
         )
-    for name in ("tools", "environment_factory"):
-        if others.get(name):
+    for name, value in others.items():
+        if value:
             raise ValueError(
                 f"rollout_func and {name} cannot both be set: rollout_func plays whole episodes. Call the tools in "
                 "it, and pass them to episode.sample(..., tools=...)."

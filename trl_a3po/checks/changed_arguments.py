@@ -64,6 +64,11 @@ READ_BY_EACH_TRAINING = (
 )
 # Settings of TrainingArguments from which batches and the accelerator are made.
 _READ_BY_TRAINER = ("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16")
+# Attributes of the trainer from which each `train()` builds its scorer and its queue, with what to do instead.
+_FUNCTIONS = {
+    "reward_funcs": "let a function look at trainer_state.global_step, or change trainer.reward_weights",
+    "on_group": "let the function look at trainer.state.global_step",
+}
 # Attributes of the trainer that TRL's loss reads, and that the engine and the queue take from `args`.
 _COPIES = ("temperature", "max_completion_length", "num_generations", "num_iterations")
 
@@ -83,6 +88,7 @@ class SettingsInUse:
     def __init__(self, args: A3POConfig):
         self._built = _values(args, settings_read_once())
         self._begun: dict[str, Any] = {}
+        self._functions: dict[str, list[Any]] = {}  # those of `_FUNCTIONS`, of the training
         self._max_steps: int | None = None  # of the training, once its queue has been planned
 
     def begin_training(self, trainer: "A3POTrainer") -> None:
@@ -97,6 +103,7 @@ class SettingsInUse:
         if before and before != now:
             trainer.args.check()
         self._begun, self._max_steps = now, None
+        self._functions = {name: _functions(trainer, name) for name in _FUNCTIONS}
 
     def check(self, trainer: "A3POTrainer") -> None:
         """Raise `ValueError` for a setting that has changed since the training began and was read before."""
@@ -107,6 +114,12 @@ class SettingsInUse:
                 raise ValueError(
                     f"args.{name} was changed from {before!r} to {now!r} during training, which began with "
                     f"{before!r}: set it back, and set {name}={now!r} before the next train()."
+                )
+        for name, functions in self._functions.items():
+            if [*map(id, _functions(trainer, name))] != [*map(id, functions)]:
+                raise ValueError(
+                    f"trainer.{name} was changed during training, which goes on with what it was at the beginning: "
+                    f"{_FUNCTIONS[name]}, or set {name} before train()."
                 )
         now, before = trainer.state.max_steps, self._max_steps
         if before is not None and now > before:
@@ -125,6 +138,11 @@ class SettingsInUse:
             before, now = self._built[name], getattr(trainer, name)
             if now != before:
                 raise ValueError(_changed(f"trainer.{name}", before, now, name))
+
+
+def _functions(trainer: "A3POTrainer", name: str) -> list[Any]:
+    value = getattr(trainer, name)
+    return list(value) if isinstance(value, list) else [value]
 
 
 def _values(args: A3POConfig, names: Iterable[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Guarantees: a method that asynchronous generation passes over raises before the 
 `super()` and does not raises in the first step.
 """
 
+import threading
 from typing import Any
 
 import torch
@@ -19,6 +20,15 @@ def check_overrides(trainer: Any, ours: type) -> None:
     for name, instead in named(METHODS, "refused"):
         if name in vars(trainer) or getattr(type(trainer), name) is not getattr(ours, name):
             raise ValueError(f"{type(trainer).__name__}.{name} would be ignored, because {instead}.")
+
+
+def check_thread(method: str, training_thread: int | None) -> None:
+    """Raise `RuntimeError` for a method that belongs to the thread that trains, called in another one."""
+    if training_thread not in (None, threading.get_ident()):
+        raise RuntimeError(
+            f"trainer.{method}() was called in the thread {threading.current_thread().name!r}, where it would disturb "
+            "training. Call it in a callback; a reward function logs by its arguments log_metric and log_extra."
+        )
 
 
 def check_first_preparation(rows: list[Row] | None) -> None:

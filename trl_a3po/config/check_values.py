@@ -14,7 +14,10 @@ from trl_a3po.protocol.ranges import Range
 if TYPE_CHECKING:
     from trl_a3po.config.a3po_config import A3POConfig
 
-INHERITED_NUMBERS = (Annotation("temperature", float, range=Range(above=0)),)
+INHERITED_NUMBERS = (
+    Annotation("temperature", float, range=Range(above=0)),
+    Annotation("max_completion_length", int, range=Range(least=1)),
+)
 
 
 def check_choices(config: "A3POConfig") -> None:

@@ -76,6 +76,14 @@ def behavior_versions(rows: Sequence[Row], length: int) -> torch.Tensor:
     return versions
 
 
+def behavior_logps(rows: Sequence[Row], length: int) -> torch.Tensor:
+    """`(B, length)` float32: the log-prob with which each completion token was sampled, and 0 at padding."""
+    logps = torch.zeros(len(rows), length, dtype=torch.float32)
+    for row, rollout in enumerate(rollouts_of(rows)):
+        logps[row, : len(rollout.logps)] = torch.tensor(rollout.logps, dtype=torch.float32)
+    return logps
+
+
 def trained_mask(batch: Mapping[str, Any]) -> torch.Tensor:
     """`(B, T)`: 1 where a token of the batch is trained, as TRL's loss has it: neither padding nor the tokens of a
     tool."""

@@ -4,7 +4,10 @@ Guarantees: environments that TRL has made are closed with the others; what rewa
 belongs to it until its group has been scored.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -126,6 +129,19 @@ def _factories(trainer: "A3POTrainer", processes: RemoteObjects | None) -> Mappi
         return trainer.environment_factories
     pickled = {name: cloudpickle.dumps(factory) for name, factory in trainer.environment_factories.items()}
     return {name: partial(processes.make, factory) for name, factory in pickled.items()}
+
+
+@contextmanager
+def closing_environments_on_error(trainer: "A3POTrainer") -> Iterator[None]:
+    """Inside, where a trainer is built, an error closes the environments that TRL has made to look at their tools."""
+    try:
+        yield
+    except BaseException:
+        if (instances := vars(trainer).get("_environment_pool")) is not None:  # TRL may have failed before
+            pool = EnvironmentPool(trainer.environment_factories, Calls(limit=1), instances)
+            with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in this one
+                thread.submit(asyncio.run, pool.close())
+        raise
 
 
 def _runner(

@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.write_errors import as_checkpoint_error
+from trl_a3po.checks.overrides import check_thread
 from trl_a3po.config import A3POConfig
 from trl_a3po.distributed.team import Team
 from trl_a3po.episodes.episode import RolloutFunction
@@ -68,6 +69,7 @@ class CheckpointHooks(GRPOTrainer):
     _signature_columns: Any  # a list of names, or `None` before the first use
     _team: Team
     _session: Session | None
+    _training_thread: int | None
     _running: bool
     _resumed: "RunState | None"  # what is resumed, as long as the run goes on
     _trained_version: int | None = None  # the version at which the last micro-step was trained
@@ -128,6 +130,7 @@ class CheckpointHooks(GRPOTrainer):
             super()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        check_thread("save_model", self._training_thread)
         if _internal_call:  # part of a checkpoint, whose own error names the folder
             super().save_model(output_dir, _internal_call)
             return
