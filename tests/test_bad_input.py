@@ -128,6 +128,9 @@ BUILT = {
         None, {"train_dataset": prompts("w1", "w7 w8 w9", "w2"), "engine_max_prompt_tokens": 2}, ValueError,
         "Row 1 of train_dataset: "
         "A prompt has 3 tokens, more than engine_max_prompt_tokens=2: raise it, or shorten or remove the row"),
+    "a column with the name of an argument of reward functions": (
+        None, {"train_dataset": tiny_prompts().add_column("completions", ["gold"] * 32)}, ValueError,
+        "train_dataset has a column 'completions', but every reward function receives an argument of that name"),
     "images column": (
         None, {"train_dataset": tiny_prompts().add_column("images", [None] * 32)}, ValueError,
         "train_dataset has images, which are not supported yet: remove the column."),

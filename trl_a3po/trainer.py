@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -138,7 +138,8 @@ check_hooks(GRPOTrainer)
 
 logger = logging.getLogger(__name__)
 
-EvalDataset = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
+TrainDataset: TypeAlias = Dataset | IterableDataset
+EvalDataset: TypeAlias = TrainDataset | DatasetDict | IterableDatasetDict | dict[str, TrainDataset]
 EnvironmentFactory = Callable[[], Any]
 RewardFunction = str | PreTrainedModel | Callable[..., Any]
 """A function, a reward model or its name. Unlike with TRL's annotation, a function may return `list[float]`."""
@@ -188,7 +189,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         model: str | PreTrainedModel | PeftModel,
         reward_funcs: RewardFunction | list[Any] | None = None,
         args: A3POConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
+        train_dataset: TrainDataset | None = None,
         eval_dataset: EvalDataset | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
@@ -229,7 +230,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
                     processing_class=processing_class,
                     reward_processing_classes=reward_processing_classes,
                     callbacks=callbacks,
-                    optimizers=optimizers,
+                    optimizers=optimizers,  # type: ignore[arg-type]  # Trainer takes any scheduler
                     quantization_config=quantization_config,
                     peft_config=peft_config,
                     tools=tools,

@@ -42,8 +42,8 @@ def check_dataset(
 
 
 def check_columns(name: str, dataset: Any, *, needs_prompt: bool = True) -> None:
-    """Raise `ValueError` for a dataset without prompts, unless environments give them, or with images; `name` is that
-    of the trainer's argument."""
+    """Raise `ValueError` for a dataset without prompts, unless environments give them, with images, or with a column
+    that a reward function cannot receive; `name` is that of the trainer's argument."""
     if isinstance(dataset, dict):
         for key, part in dataset.items():
             check_columns(f"{name}[{key!r}]", part, needs_prompt=needs_prompt)
@@ -56,6 +56,12 @@ def check_columns(name: str, dataset: Any, *, needs_prompt: bool = True) -> None
             f"{name} has the columns {', '.join(sorted(columns))}, but no 'prompt': rename the column that holds the "
             "prompt, as text or as a list of messages."
         )
+    for column in ("prompts", "completions"):
+        if columns is not None and column in columns:
+            raise ValueError(
+                f"{name} has a column {column!r}, but every reward function receives an argument of that name beside "
+                "the columns: rename the column."
+            )
     if columns is not None and {"image", "images"} & set(columns):
         raise ValueError(f"{name} has images, which are not supported yet: remove the column.")
 

@@ -26,8 +26,8 @@ def check_thread(method: str, training_thread: int | None) -> None:
     """Raise `RuntimeError` for a method that belongs to the thread that trains, called in another one."""
     if training_thread not in (None, threading.get_ident()):
         raise RuntimeError(
-            f"trainer.{method}() was called in the thread {threading.current_thread().name!r}, where it would disturb "
-            "training. Call it in a callback; a reward function logs by its arguments log_metric and log_extra."
+            f"trainer.{method}() was called beside training, which it would disturb: call it in "
+            "a callback. A reward function logs by its arguments log_metric and log_extra."
         )
 
 
