@@ -9,6 +9,7 @@ loss of GRPOTrainer, whose ratio is 1. The distance is that of the two gradients
 """
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -41,8 +42,8 @@ class Compared(A3POTrainer):
         expected = self._gradient(super()._compute_loss(model, plain))
         torch.set_rng_state(noise)
         loss = super()._compute_loss(model, inputs)
-        distance = (self._gradient(loss, retain_graph=True) - expected).norm() / expected.norm()
-        self.distances.append(distance.item())
+        difference = self._gradient(loss, retain_graph=True) - expected
+        self.distances.append((difference.norm() / expected.norm()).item())
         return loss
 
     def _gradient(self, loss, **options):
@@ -101,7 +102,8 @@ def main():
     for distance, entry in zip(trainer.distances, logged, strict=True):
         clipped = entry["a3po/clip/low"] + entry["a3po/clip/high"]
         ratios = f"{entry['a3po/rho/min']:.2f} to {entry['a3po/rho/max']:.2f}"
-        print(f"step {entry['step']}: {clipped:.1%} of the tokens clipped, ratios {ratios}, distance {distance:.1%}")
+        apart = "no gradient: its rewards are all alike" if math.isnan(distance) else f"distance {distance:.1%}"
+        print(f"step {entry['step']}: {clipped:.1%} of the tokens clipped, ratios {ratios}, {apart}")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ def warn_of_noise(args: A3POConfig, model: nn.Module) -> None:
     if found:
         logger.warning(
             "The training forward is random (%s), but the engine samples without noise. The difference enters every "
-            "importance ratio, so that tokens are clipped even at staleness 0, and max_staleness=0 does not train "
-            "as GRPO does. Watch a3po/rho/min, a3po/rho/max and a3po/ess, or set %s.",
+            "importance ratio: max_staleness=0 does not train exactly as GRPO does, and where the noise is large, "
+            "tokens are clipped. Watch a3po/rho/min, a3po/rho/max and a3po/ess, or set %s.",
             ", ".join(source for source, _ in found),
             " and ".join(dict.fromkeys(remedy for _, remedy in found)),
         )
