@@ -121,7 +121,7 @@ def test_methods_of_the_thread_that_trains_are_refused_to_a_reward_function(mode
         "save_model": lambda: trainer.save_model(str(tmp_path / "saved")),
         "evaluate": trainer.evaluate,
     }
-    words = rf"trainer\.{method}\(\) was called beside training, .*log_metric and log_extra\.\"\)\.$"
+    words = rf"trainer\.{method}\(\) was called beside training, .*log_metric and log_extra\.'\)\.$"
     with pytest.raises(RewardError, match=words):
         trainer.train()
     assert not (tmp_path / "saved").exists()
