@@ -1,7 +1,7 @@
 """`check_distributions.py FOLDER`: the wheel and the sdist in a folder hold what they should, and nothing else.
 
-The wheel has every module of the package and `py.typed`. The sdist also has what a packager needs to test and document
-the package.
+The wheel has every module of the package, `py.typed`, and the parts of the report. The sdist also has what a packager
+needs to test and document the package.
 """
 
 import sys
@@ -28,6 +28,7 @@ NEEDED_BESIDE_THE_PACKAGE = {
 
 def main(folder: Path) -> None:
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "trl_a3po").rglob("*.py")} | {"trl_a3po/py.typed"}
+    package |= {f"trl_a3po/report/html/page.{suffix}" for suffix in ("css", "html", "js")}
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     in_wheel = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     with tarfile.open(sdist) as archive:

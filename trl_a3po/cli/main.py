@@ -1,5 +1,5 @@
 """The command `trl-a3po`: train from a recipe, describe this machine, find what is wrong, forecast a run, watch a run,
-draw runs.
+draw runs, report on runs.
 
     trl-a3po train recipes/lora_24gb.yaml --learning_rate 2e-5
     trl-a3po env
@@ -7,6 +7,7 @@ draw runs.
     trl-a3po plan --run outputs/one --gpus 8
     trl-a3po watch outputs/one
     trl-a3po plot outputs/one outputs/other --output both.png
+    trl-a3po report outputs/one outputs/other --output both.html
 
 Guarantees: a setting on the command line overrides the recipe; a run that cannot be drawn ends with one sentence and
 exit code 2.
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from trl_a3po import __version__
 
-OF_REPORTS = ("matplotlib", "rich")  # packages that `trl-a3po[report]` installs
+OF_REPORTS = ("matplotlib", "rich", "plotly", "jinja2")  # packages that `trl-a3po[report]` installs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -68,6 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its trainer_state.json")
     plot.add_argument("--output", type=Path, default=Path("runs.png"), help="image file (default: runs.png)")
     plot.set_defaults(run=_plot)
+    report = commands.add_parser("report", help="write one HTML page about one or several runs")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    report.add_argument("--output", type=Path, default=Path("report.html"), help="HTML file (default: report.html)")
+    report.set_defaults(run=_report)
     return parser
 
 
@@ -135,6 +140,17 @@ def _plot(parsed: argparse.Namespace) -> None:
     timeline = read_timeline(alone) if alone is not None and (alone / NAME).is_file() else None
     plot_runs(list(zip(names, histories, strict=True)), output, timeline)
     print(f"{output} shows {', '.join(names)}")
+
+
+def _report(parsed: argparse.Namespace) -> None:
+    from trl_a3po.cli.diagnosis import diagnose
+    from trl_a3po.report.html.reported_run import read_run
+    from trl_a3po.report.html.write_report import write_report
+
+    names = run_names(parsed.runs)
+    runs = [read_run(name, run, diagnose(run)) for name, run in zip(names, parsed.runs, strict=True)]
+    write_report(runs, parsed.output)
+    print(f"{parsed.output} shows {', '.join(names)}")
 
 
 def run_names(runs: Sequence[Path]) -> list[str]:
