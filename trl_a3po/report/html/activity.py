@@ -71,4 +71,5 @@ def _seconds_since(times: Array, moments: Array) -> Array:
     """For each moment, the sum of the seconds since those of the sorted `times` that are before it."""
     before = np.searchsorted(times, moments)
     sums = np.concatenate([[0.0], np.cumsum(times - moments[0])])
-    return before * (moments - moments[0]) - sums[before]
+    seconds: Array = before * (moments - moments[0]) - sums[before]
+    return seconds

@@ -202,7 +202,7 @@ def staleness_of_tokens(steps: Lines) -> Figure | None:
 def by_staleness(steps: Lines, quantities: dict[str, str], what: str) -> Figure | None:
     """For each staleness, the mean of each quantity over the steps, and how small and how large it was."""
     values = staleness_values(steps)
-    data = []
+    data: list[Figure] = []
     for (label, key), colour in zip(quantities.items(), RUN_COLOURS, strict=False):
         found = [(d, *_spread(steps, f"a3po/d{d}/{key}")) for d in values if _has(steps, f"a3po/d{d}/{key}/mean")]
         if not found:
@@ -448,8 +448,8 @@ def binned(steps: Lines, key: str, missing: float | None = None) -> tuple[list[f
     if not pairs:
         return [], []
     size = -(-len(pairs) // MOST_POINTS)
-    table = [np.mean(pairs[at : at + size], axis=0) for at in range(0, len(pairs), size)]
-    x, y = np.array(table).T
+    table = np.array(pairs, dtype=float)
+    x, y = np.array([table[at : at + size].mean(0) for at in range(0, len(table), size)]).T
     return _numbers(x), _numbers(y)
 
 
@@ -494,7 +494,7 @@ def _line(x: list[float], y: list[float], name: str, colour: str) -> dict[str, A
     }
 
 
-def _bars(bars: list[tuple[float, float, float, str]], name: str, colour: str, start: float) -> dict[str, Any]:
+def _bars(bars: Sequence[tuple[float, float, float, str]], name: str, colour: str, start: float) -> dict[str, Any]:
     return {
         "type": "bar",
         "orientation": "h",
