@@ -5,7 +5,9 @@ import json
 import pytest
 
 from tests.planning.test_finished_run import RULES, lines_of
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_model, tiny_prompts
+from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.cli.diagnosis import diagnose
 from trl_a3po.cli.main import main
 from trl_a3po.planning.earlier_run import forecast_from_earlier_run
 from trl_a3po.planning.rules import Rules
@@ -101,3 +103,22 @@ def test_a_plan_forecasts_from_the_run_that_its_folder_holds(run, tmp_path):
     assert forecast_from_earlier_run(tmp_path, RULES, Split()) is None
     (tmp_path / "timeline.jsonl").write_text(json.dumps(lines_of()[0]) + "\n")
     assert "which is too few for its rates" in forecast_from_earlier_run(tmp_path, Rules(8, 4, 2), Split())
+
+
+def test_the_doctor_says_the_forecast_of_a_run(run):
+    (sentence,) = [finding for finding in diagnose(run) if finding.startswith("Forecast from the rates of the run")]
+    assert "s per step" in sentence and "Measured:" in sentence
+
+
+def test_a_dry_run_forecasts_from_the_run_before(run, tmp_path, capsys):
+    args = A3POConfig(
+        output_dir=str(run),
+        dry_run=True,
+        use_cpu=True,
+        report_to="none",
+        max_completion_length=32,
+        model_init_kwargs={"dtype": "float32"},
+    )
+    model = save_tiny_model(tmp_path / "model")
+    A3POTrainer(model, lambda **kwargs: [], args=args, train_dataset=tiny_prompts()).train()
+    assert "forecast:" in capsys.readouterr().out
