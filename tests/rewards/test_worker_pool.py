@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -52,6 +53,13 @@ def started():
     yield start
     for pool in pools:
         pool.close()
+
+
+def test_a_worker_that_is_killed_while_it_starts_is_replaced_and_the_group_scored(started, caplog):
+    pool = started(lambda completions, **kwargs: [1.0] * len(completions))
+    os.kill(pool._idle[0].process.pid, signal.SIGKILL)
+    assert pool(group()).rewards == [[1.0], [1.0]]
+    assert "Another one is started" in caplog.text
 
 
 def by_target(calls):

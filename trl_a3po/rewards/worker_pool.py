@@ -23,13 +23,14 @@ from trl_a3po.protocol.records import Group, Rejection, Score
 from trl_a3po.rewards.messages import IN_THIS_PROCESS, pickled_functions, pickled_group, pickled_log, unpickled_score
 from trl_a3po.rewards.scorer import WHILE_WAITING_SECONDS, is_async, wait_for_result
 from trl_a3po.rewards.sent_log import SentLog
-from trl_a3po.rewards.worker_process import ABORT_TIMEOUT, RewardProcess, WorkerGone
+from trl_a3po.rewards.worker_process import ABORT_TIMEOUT, KilledAtStart, RewardProcess, WorkerGone
 from trl_a3po.workers.process import WorkerProcess
 from trl_a3po.workers.running_clock import RunningClock
 
 logger = logging.getLogger(__name__)
 
 MODULE = "trl_a3po.rewards.worker"
+START_ATTEMPTS = 3  # workers in a row that may be killed while they start
 CLOSE_TIMEOUT = 1.0  # seconds for idle workers to end by themselves
 
 
@@ -126,6 +127,14 @@ class RewardWorkers:
         state = self._state(group)
         log = vars(state).pop("log_history")
         message = pickled_group(group, completions, state)
+        for _ in range(START_ATTEMPTS - 1):
+            try:
+                return self._score(group, message, log)
+            except KilledAtStart as killed:
+                logger.warning("%s\nAnother one is started.", killed)
+        return self._score(group, message, log)
+
+    def _score(self, group: Group, message: bytes, log: list[dict[str, Any]]) -> Score | Rejection:
         worker = self._borrow()
         try:
             self._make_ready(worker)

@@ -21,6 +21,10 @@ class RewardTraceback(Exception):
     """The traceback of an exception in a reward worker, as text."""
 
 
+class KilledAtStart(RewardError):
+    """The worker was killed while it loaded the functions, which says nothing about them."""
+
+
 class WorkerGone(Exception):
     """The worker has ended before it scored a group.
 
@@ -62,7 +66,8 @@ class RewardProcess:
         """Return when the functions are loaded.
 
         Raises:
-            RewardError: the functions cannot be loaded, or the worker ended while it loaded them.
+            RewardError: the functions cannot be loaded, or the worker ended while it loaded them; `KilledAtStart` if
+                it was killed.
         """
         if self.ready:
             return
@@ -70,8 +75,9 @@ class RewardProcess:
             message = next(read_messages(self.process, timeout=START_TIMEOUT))
         except (TimeoutError, WorkerEnded, WorkerUnusable) as reason:
             how = self._end(reason)
+            killed = isinstance(reason, WorkerEnded) and self.process.was_killed
             late = f"was not ready after {START_TIMEOUT:g} seconds"
-            raise RewardError(
+            raise (KilledAtStart if killed else RewardError)(
                 f"A reward worker {late if isinstance(reason, TimeoutError) else f'ended ({how})'} while it loaded "
                 f"the reward functions. It printed:\n{self.process.output_tail or '(nothing)'}"
             ) from None

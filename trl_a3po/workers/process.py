@@ -100,6 +100,11 @@ class WorkerProcess:
         return self._process.poll() is not None
 
     @property
+    def was_killed(self) -> bool:
+        """The process has ended by SIGKILL: somebody, or the system for lack of memory, has killed it."""
+        return self._process.poll() == -signal.SIGKILL
+
+    @property
     def is_stopped(self) -> bool:
         """The process was stopped by a signal, and goes on when it is continued."""
         try:
