@@ -17,7 +17,7 @@ from trl_a3po.report.html.reported_run import ReportedRun, read_run, without_pau
 from trl_a3po.report.html.samples import packed_samples
 from trl_a3po.report.html.write_report import report_page
 
-HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)> & \u2028 \ud83d\ude42 \"'"
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)> & \u2028 🙂 \"'"
 LOCAL = ("file:", "data:", "blob:")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -189,13 +189,13 @@ def test_a_browser_shows_html_as_text_and_finds_it(opened, run):
     assert tab.title() != "owned" and tab.faults == []
     assert tab.inner_text(".detail .completion") == HOSTILE
     tab.fill(".search", "ONERROR")
-    tab.wait_for_function("document.querySelector('.count').textContent.startsWith('1 of 50')")
+    tab.locator(".count", has_text="1 of 50 ").wait_for()
     assert tab.inner_text("mark") == "onerror"
     tab.select_option(".colour", "ratios")
     assert "orange" in tab.inner_text(".legend")
     tab.fill(".search", "")
     tab.select_option(".sort", label="highest reward")
-    tab.wait_for_function("document.querySelector('.row b').textContent === '0.857'")
+    tab.locator(".row", has_text="0.857").first.wait_for()
 
 
 @pytest.mark.long
@@ -210,5 +210,5 @@ def test_a_hundred_thousand_rollouts_are_listed_and_searched(opened, run):
     assert 5 < listed < 60
     print(f"{time.perf_counter() - began:.1f} s, {len(page) / 1e6:.1f} MB, {tab.inner_text('.count')}")
     tab.fill(".search", "question 90")
-    tab.wait_for_function("!document.querySelector('.count').textContent.startsWith('100,000')")
+    tab.locator(".count", has_text="1,111 of 100,000").wait_for()
     print("read, search in ms:", tab.evaluate("Object.assign({}, document.querySelector('.browser').dataset)"))
