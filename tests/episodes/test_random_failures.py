@@ -1,10 +1,8 @@
 """Random episodes whose tools, environments and engine fail: every prompt is trained once or reported, every instance
 is closed once, and no token is older than the bound."""
 
-import gc
 import os
 import random
-import signal
 import threading
 import time
 from functools import partial
@@ -16,11 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.episodes.chat import TOKENIZER, call, results_in, said
+from tests.episodes.failing import Apart, World
 from tests.episodes.playing import ScriptedEngine, tool_runner
 from tests.rollout.queue_fakes import update
 from tests.workers.processes import is_gone, until
-from trl_a3po.episodes.episode import Episode
-from trl_a3po.episodes.http_connection import HTTPConnection
 from trl_a3po.errors import GenerationFailed
 from trl_a3po.protocol.records import Score
 from trl_a3po.rollout.prompt_stream import PromptStream
@@ -28,58 +25,6 @@ from trl_a3po.rollout.queue import EndOfData, GenerationQueue
 from trl_a3po.workers.remote_object import RemoteObjects
 
 BATCH, ROLLOUTS, BOUND, TAKES = 2, 2, 2, 4
-
-
-class World:
-    """Draws, from a seed, what fails."""
-
-    def __init__(self, seed: int, chance: float, hangs: bool = False):
-        self._random, self._lock = random.Random(seed), threading.Lock()
-        self._chance, self._hangs = chance, hangs
-        self.over = threading.Event()
-        self.made: list = []
-        self.used_after_close = False
-
-    def may_fail(self, what: str) -> None:
-        with self._lock:
-            draw, delay = self._random.random(), self._random.random()
-        if delay < 0.1:
-            time.sleep(delay / 20)
-        if draw < self._chance:
-            if self._hangs and delay < 0.5 and what != "factory":
-                self.over.wait(60)
-            raise ConnectionError(what)
-
-    def environment(self):
-        self.may_fail("factory")
-        made = Environment(self)
-        with self._lock:
-            self.made.append(made)
-        return made
-
-
-class Environment:
-    def __init__(self, world: World):
-        self._world, self.closes = world, 0
-
-    def reset(self, **row):
-        self._world.used_after_close |= self.closes > 0
-        self._world.may_fail("reset")
-        self.calls = 0
-
-    def tool(self):
-        self._world.used_after_close |= self.closes > 0
-        self.calls += 1
-        self._world.may_fail("tool")
-        return self.calls
-
-    def get_reward(self):
-        self._world.may_fail("get_reward")
-        return float(self.calls)
-
-    def close(self):
-        self.closes += 1
-        self._world.may_fail("close")
 
 
 def talk(prompt_ids, number):
@@ -159,22 +104,9 @@ def train(seed: int, chance: float, *, hangs: bool = False, apart: bool = False)
     return reported
 
 
-class Apart(Environment):
-    """An environment in a process of its own, which dies now and then."""
-
-    def __init__(self, seed: int, chance: float):
-        super().__init__(World(seed + os.getpid(), chance))
-        self._chance = chance
-
-    def tool(self):
-        if random.random() < self._chance / 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().tool()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_long_run_of_random_failures_leaves_nothing():
+def test_a_long_run_of_random_failures_leaves_no_thread_file_or_process():
     """As long as `TRL_A3PO_FAULT_MINUTES` says, or three minutes."""
     until_time = time.monotonic() + 60 * float(os.environ.get("TRL_A3PO_FAULT_MINUTES", "3"))
     train(0, 0.1)
@@ -187,10 +119,7 @@ def test_a_long_run_of_random_failures_leaves_nothing():
         until(lambda: threading.active_count() <= threads)
         until(lambda: open_files() <= files)
         assert not children(), "a process is left"
-        gc.collect()
-        left = [one for one in gc.get_objects() if type(one) in (Environment, Episode, HTTPConnection)]
-        assert not left, f"{len(left)} objects are left after run {runs}"
-    print(f"{runs} runs, of which {reported} ended with GenerationFailed, left nothing.")
+    print(f"{runs} runs, of which {reported} ended with GenerationFailed, left no thread, file or process.")
     assert runs > reported > 0
 
 
