@@ -149,8 +149,8 @@ def test_slots_are_given_in_submission_order():
     decoder = SlotDecoder(tiny_model(), settings(3), slots=2)
     order = []
     occupy = decoder._occupy
-    decoder._occupy = lambda slot, sequence: (
-        order.append((sequence.group.request.request_id, sequence.number)) or occupy(slot, sequence)
+    decoder._occupy = lambda starts: (
+        order.extend((rollout.group.request.request_id, rollout.number) for _, rollout in starts) or occupy(starts)
     )
     run(decoder, [request(key, (5, 6), 3) for key in (8, 2, 5)])
     assert order == [(key, number) for key in (8, 2, 5) for number in range(3)]
