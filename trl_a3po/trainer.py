@@ -528,7 +528,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         add_seconds(metrics, "a3po/time/wait", waited, first=first)
         if self._team.is_main:
             self._take_metrics.add(metrics, self._main_session, groups, waited, first=first)
-            if "trackio" in self.args.report_to:
+            if "trackio" in (self.args.report_to or ()):
                 self._traces.taken(groups, version)
         if first:
             batch.row_weights.clear()

@@ -17,7 +17,7 @@ from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettin
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.testing import completion_logps
 
-LENGTH, TEMPERATURE, START_TIMEOUT = 120, 0.8, 300.0  # long enough for a publish before the end
+LENGTH, TEMPERATURE, START_TIMEOUT = 600, 0.8, 300.0  # long enough for a publish before the end
 SETTINGS = SamplingSettings(LENGTH, temperature=TEMPERATURE, seed=5)
 FILTERED = SamplingSettings(LENGTH, temperature=TEMPERATURE, top_p=0.9, top_k=20, repetition_penalty=1.2, seed=5)
 
@@ -25,7 +25,7 @@ FILTERED = SamplingSettings(LENGTH, temperature=TEMPERATURE, top_p=0.9, top_k=20
 def policy(lora: bool) -> torch.nn.Module:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        tiny_config(head_dim=64, max_position_embeddings=256), dtype=torch.float32
+        tiny_config(head_dim=64, max_position_embeddings=1024), dtype=torch.float32
     )
     if lora:
         return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
