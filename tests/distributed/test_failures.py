@@ -54,8 +54,8 @@ def test_a_reward_function_that_gathers_is_refused_at_the_call_in_one_sentence(t
     ("mode", "fault"),
     [
         pytest.param("ddp", "terminate", marks=pytest.mark.long),
-        pytest.param("ddp", "terminate the launcher", marks=pytest.mark.slow),
-        pytest.param("zero3", "terminate", marks=pytest.mark.slow),
+        pytest.param("ddp", "terminate the launcher", marks=pytest.mark.long),
+        pytest.param("zero3", "terminate", marks=pytest.mark.long),
     ],
 )
 def test_one_process_that_receives_sigterm_ends_all_at_a_step_that_goes_on(tmp_path, mode, fault):
