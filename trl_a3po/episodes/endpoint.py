@@ -19,7 +19,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl_a3po.episodes.chat_completions import (
     ChatRequest,
@@ -30,12 +30,9 @@ from trl_a3po.episodes.chat_completions import (
     read_request,
     written_message,
 )
-from trl_a3po.episodes.episode import full_turn
+from trl_a3po.episodes.episode import Endpoint, Episode, full_turn
 from trl_a3po.episodes.http_connection import HTTPAnswer, HTTPConnection, HTTPRequest
 from trl_a3po.protocol.engine import SamplingSettings
-
-if TYPE_CHECKING:
-    from trl_a3po.episodes.episode import Episode
 
 HOST = "127.0.0.1"
 PATH = "/v1/chat/completions"
@@ -43,17 +40,10 @@ MOST_CONNECTIONS = 4096
 
 
 @dataclass(eq=False, slots=True)
-class Endpoint:
-    """Where an agent reaches the policy, as the arguments of `openai.OpenAI` and `openai.AsyncOpenAI`.
+class _OpenEndpoint(Endpoint):
+    """An endpoint that is open."""
 
-    Args:
-        base_url: the URL, which ends in `/v1`.
-        api_key: the key of the episode.
-    """
-
-    base_url: str
-    api_key: str
-    _episode: "Episode" = field(repr=False)
+    _episode: Episode = field(repr=False)
     _tools: list[dict[str, Any]] = field(default_factory=list, repr=False)
     _names: dict[str, str] = field(default_factory=dict, repr=False)  # of tools, by the id of a call
     _is_full: bool = field(default=False, repr=False)
@@ -70,13 +60,13 @@ class Endpoints:
 
     def __init__(self, sampling: SamplingSettings):
         self._sampling = sampling
-        self._open: dict[str, Endpoint] = {}  # by the number at the beginning of the key
+        self._open: dict[str, _OpenEndpoint] = {}  # by the number at the beginning of the key
         self._listening = asyncio.Lock()
         self._server: asyncio.Server | None = None
         self._connections: set[HTTPConnection] = set()
 
     @asynccontextmanager
-    async def open(self, episode: "Episode") -> AsyncIterator[Endpoint]:
+    async def open(self, episode: Episode) -> AsyncIterator[Endpoint]:
         """The endpoint of an episode, until the block ends.
 
         Raises:
@@ -86,7 +76,7 @@ class Endpoints:
         if str(episode.key) in self._open:
             raise RuntimeError("The episode has an open endpoint: pass that one to everything that plays it.")
         port = await self._port()
-        endpoint = Endpoint(f"http://{HOST}:{port}/v1", f"{episode.key}-{secrets.token_urlsafe(32)}", episode)
+        endpoint = _OpenEndpoint(f"http://{HOST}:{port}/v1", f"{episode.key}-{secrets.token_urlsafe(32)}", episode)
         self._open[str(episode.key)] = endpoint
         try:
             yield endpoint
@@ -148,14 +138,14 @@ class Endpoints:
         finally:
             endpoint._connections.discard(connection)
 
-    def _endpoint_of(self, authorization: str) -> Endpoint | None:
+    def _endpoint_of(self, authorization: str) -> _OpenEndpoint | None:
         key = authorization.removeprefix("Bearer ")
         endpoint = self._open.get(key.partition("-")[0])
         if endpoint is None or not hmac.compare_digest(key.encode(), endpoint.api_key.encode()):
             return None
         return endpoint
 
-    async def _complete(self, endpoint: Endpoint, request: ChatRequest) -> HTTPAnswer:
+    async def _complete(self, endpoint: _OpenEndpoint, request: ChatRequest) -> HTTPAnswer:
         episode = endpoint._episode
         messages = read_messages(request.messages, endpoint._names)
         if episode.turns and request.tools != endpoint._tools:

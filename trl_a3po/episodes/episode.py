@@ -26,14 +26,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from trl_a3po.episodes.templates import ChatTemplates, Message
 from trl_a3po.protocol.engine import GroupRequest
 from trl_a3po.protocol.records import EpisodeEnd, EpisodeRecord, Rollout
-
-if TYPE_CHECKING:
-    from trl_a3po.episodes.endpoint import Endpoint
 
 Reward = float | Mapping[str, float | None] | None
 
@@ -90,8 +87,21 @@ class EpisodeResult:
     end: EpisodeEnd | None = None
 
 
+@dataclass(eq=False, slots=True)
+class Endpoint:
+    """Where an agent reaches the policy, as the arguments of `openai.OpenAI` and `openai.AsyncOpenAI`.
+
+    Args:
+        base_url: the URL, which ends in `/v1`.
+        api_key: the key of the episode.
+    """
+
+    base_url: str
+    api_key: str = field(repr=False)
+
+
 Sampler = Callable[["Episode", GroupRequest], Awaitable[Rollout]]
-OpenEndpoint = Callable[["Episode"], "AbstractAsyncContextManager[Endpoint]"]
+OpenEndpoint = Callable[["Episode"], AbstractAsyncContextManager[Endpoint]]
 
 
 class Episode:
@@ -232,7 +242,7 @@ class Episode:
         finally:
             self._is_sampling = False
 
-    def endpoint(self) -> "AbstractAsyncContextManager[Endpoint]":
+    def endpoint(self) -> AbstractAsyncContextManager[Endpoint]:
         """An OpenAI-compatible endpoint that samples from this episode, for an agent that is written with the
         `openai` client, or in another process of this machine:
 
