@@ -60,8 +60,10 @@ class Life(TrainerCallback):
 
     @property
     def reward_pids(self) -> list[int]:
-        children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-        pids = [pid for path in children for pid in path.read_text().split()]
+        pids: list[str] = []
+        for children in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+                pids += children.read_text().split()
         return [int(pid) for pid in pids if b"trl_a3po.rewards.worker" in _command(pid)]
 
     def on_step_begin(self, args, state, control, **kwargs):
