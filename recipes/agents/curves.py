@@ -90,9 +90,9 @@ def study(
 
 
 def summary(curve: Curve) -> str:
-    fifth = max(1, len(curve) // 5)
-    first, last = (statistics.mean(point["reward"] for point in part) for part in (curve[:fifth], curve[-fifth:]))
-    return f"reward {first:.2f} in the first fifth, {last:.2f} in the last, after {curve[-1]['seconds']:.0f} s"
+    first, last = (statistics.mean(point["reward"] for point in part) for part in (curve[:WINDOW], curve[-WINDOW:]))
+    seconds = curve[-1]["seconds"]
+    return f"reward {first:.2f} in the first {WINDOW} steps, {last:.2f} in the last, after {seconds:.0f} s"
 
 
 def draw(curves: dict[str, list[Curve]], title: str, against: str, path: Path) -> Figure:

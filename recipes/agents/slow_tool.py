@@ -4,9 +4,8 @@
     python recipes/agents/slow_tool.py --arms A3POTrainer --seeds 0 --steps 5
 
 Each call of the tool waits for a time that is drawn from a log-normal distribution with a median of 0.3 s: one call in
-20 takes more than 1.5 s. The tool is an `async def`, so `GRPOTrainer` makes all calls of a turn at the same time. It
-then waits for the slowest of them, in each turn, before it samples the next turn, and it trains when the last episode
-has ended.
+20 takes more than 1.5 s. `GRPOTrainer` makes the calls of different episodes one after another, and it trains when the
+last episode has ended. `A3POTrainer` plays the episodes side by side, and trains meanwhile.
 """
 
 import asyncio
@@ -45,7 +44,7 @@ def main():
         run,
         name="slow_tool",
         title=f"The walk with a tool whose median latency is {MEDIAN} s",
-        steps=30,
+        steps=6,
         seeds=[0],
         arms=("A3POTrainer", "GRPOTrainer"),
         against="seconds",

@@ -90,7 +90,7 @@ def test_a_study_runs_every_arm_with_every_seed_and_draws_them(tmp_path, monkeyp
     curves = json.loads((tmp_path / "made_up.json").read_text())
     assert {arm: len(runs) for arm, runs in curves.items()} == {"one": 2, "other": 2}
     assert (tmp_path / "made_up.png").stat().st_size > 10_000
-    assert "other, seed 1: reward 0.15 in the first fifth, 0.95 in the last, after 18 s" in capsys.readouterr().out
+    assert "other, seed 1: reward 0.30 in the first 5 steps, 0.80 in the last, after 18 s" in capsys.readouterr().out
 
 
 def test_a_board_of_textarena_is_that_of_its_seed_and_a_hole_ends_the_game():
@@ -129,5 +129,5 @@ def test_the_reward_rises_on_three_seeds(recipe, tmp_path):
     if recipe == "frozen_lake":
         pytest.importorskip("textarena")
     printed = learn(recipe, tmp_path)
-    rises = re.findall(r"reward ([\d.]+) in the first fifth, ([\d.]+) in the last", printed)
-    assert len(rises) == 3 and all(float(last) - float(first) >= 0.15 for first, last in rises)
+    rises = re.findall(r"reward ([\d.]+) in the first 5 steps, ([\d.]+) in the last", printed)
+    assert len(rises) == 3 and all(float(last) - float(first) >= 0.2 for first, last in rises)
