@@ -104,7 +104,9 @@ def draw(curves: dict[str, list[Curve]], title: str, against: str, path: Path) -
         by_step = list(zip(*(smoothed([point["reward"] for point in run]) for run in runs), strict=True))
         axes.fill_between(across, [*map(min, by_step)], [*map(max, by_step)], color=colour, alpha=0.2, linewidth=0)
         axes.plot(across, [*map(statistics.mean, by_step)], color=colour, linewidth=2, label=arm)
-    axes.set(xlabel={"step": "optimizer step", "seconds": "seconds"}[against], ylabel="reward", ylim=(0, 1.02))
+    axes.set(xlabel="optimizer step", ylabel="reward", ylim=(0, 1.02))
+    if against == "seconds":
+        axes.set(xlabel="seconds (logarithmic)", xscale="log")
     axes.set_title(title, loc="left", fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#dddddd")

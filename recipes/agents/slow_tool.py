@@ -1,11 +1,12 @@
 """A tool that is slow, and sometimes very slow: the walk of `treasure.py` under `GRPOTrainer` and `A3POTrainer`.
 
-    python recipes/agents/slow_tool.py                                       # reward against seconds, as JSON and PNG
+    python recipes/agents/slow_tool.py                                       # half an hour, most of it GRPOTrainer's
     python recipes/agents/slow_tool.py --arms A3POTrainer --seeds 0 --steps 5
 
 Each call of the tool waits for a time that is drawn from a log-normal distribution with a median of 0.3 s: one call in
-20 takes more than 1.5 s. `GRPOTrainer` makes the calls of different episodes one after another, and it trains when the
-last episode has ended. `A3POTrainer` plays the episodes side by side, and trains meanwhile.
+20 takes more than 1.5 s. The tool is an `async def`; `GRPOTrainer` makes the calls of one message at the same time,
+and those of different episodes one after another. It trains when the last episode has ended. `A3POTrainer` plays the
+episodes side by side, and trains meanwhile.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ def main():
         run,
         name="slow_tool",
         title=f"The walk with a tool whose median latency is {MEDIAN} s",
-        steps=6,
+        steps=15,
         seeds=[0],
         arms=("A3POTrainer", "GRPOTrainer"),
         against="seconds",

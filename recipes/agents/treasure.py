@@ -58,7 +58,7 @@ class Treasure:
 
 
 def main():
-    study(run, name="treasure", title="A walk to a treasure, with a tool that gives hints", steps=50)
+    study(run, name="treasure", title="A walk to a treasure, with a tool that gives hints", steps=40)
 
 
 def run(arm: str, seed: int, steps: int, folder: str) -> Curve:

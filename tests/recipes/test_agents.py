@@ -116,7 +116,7 @@ def learn(recipe: str, folder: Path, *options: str) -> str:
 def test_a_recipe_runs(recipe, tmp_path):
     if recipe == "frozen_lake":
         pytest.importorskip("textarena")
-    printed = learn(recipe, tmp_path, "--seeds", "0", "--steps", "2")
+    printed = learn(recipe, tmp_path, "--seeds", "0", "--steps", "2", "--arms", "A3POTrainer")
     curves = json.loads((tmp_path / f"{recipe}.json").read_text())
     assert all([point["step"] for point in curve] == [1, 2] for runs in curves.values() for curve in runs)
     assert "seed 0: reward" in printed
