@@ -227,7 +227,13 @@ def test_the_docstring_describes_every_setting_with_the_help_of_its_field():
 def test_the_flags_texts_and_lists_are_known():
     """Every other setting is a number, or has a list of choices."""
     assert {known.name for known in ANNOTATIONS} == OWN
-    assert set(FLAGS) == {"deterministic", "drop_zero_variance_groups", "dry_run", "log_all_metrics"}
+    assert set(FLAGS) == {
+        "deterministic",
+        "drop_zero_variance_groups",
+        "dry_run",
+        "environment_processes",
+        "log_all_metrics",
+    }
     choices = {known.name for known in ANNOTATIONS if known.choices}
     others = OWN - {*FLAGS, *TEXTS, *LISTS, *choices, *(name for name, _ in WHOLE + REAL)}
     assert others == {"engine", "objective"}

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tests.runs import ScriptedGRPOTrainer, build, reward
 from tests.tiny import tiny_prompts, tiny_tokenizer
-from trl_a3po import A3POTrainer
+from trl_a3po import A3POConfig, A3POTrainer
 
 
 def load(model_path):
@@ -195,6 +195,13 @@ def test_a_pickled_configuration_without_its_engine_is_refused(model_path, tmp_p
 
 def test_a_configuration_with_an_engine_object_is_written_as_json(model_path, tmp_path):
     assert json.loads(build(model_path, tmp_path).args.to_json_string())["engine"] == "StubEngine"
+
+
+def test_to_dict_leaves_the_arguments_as_they_are(tmp_path):
+    """`TrainingArguments.to_dict`, which trackers call, writes the names of dtypes into `model_init_kwargs`."""
+    args = A3POConfig(output_dir=str(tmp_path), model_init_kwargs={"dtype": torch.float64, "a": {"dtype": torch.int8}})
+    assert args.to_dict()["model_init_kwargs"] == {"dtype": "float64", "a": {"dtype": "int8"}}
+    assert args.model_init_kwargs == {"dtype": torch.float64, "a": {"dtype": torch.int8}}
 
 
 def test_a_reward_that_changes_the_working_folder_moves_no_checkpoint(model_path, tmp_path, monkeypatch):

@@ -130,7 +130,9 @@ class A3POConfig(
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values; an engine object as the name of its class."""
-        return {**super().to_dict(), "engine": self._plain()["engine"]}
+        # TrainingArguments writes into the dictionaries that it converts, such as model_init_kwargs.
+        copied = self._with({name: _copied(value) for name, value in self.__dict__.items()})
+        return {**super(A3POConfig, copied).to_dict(), "engine": self._plain()["engine"]}
 
     def _plain(self) -> dict[str, Any]:
         engine = self.engine if isinstance(self.engine, str) else type(self.engine).__qualname__
@@ -222,3 +224,8 @@ class A3POConfig(
 
 # The settings are described once, by the help of their fields.
 A3POConfig.__doc__ = f"{inspect.cleandoc(A3POConfig.__doc__ or '')}\n\n{parameters_section()}"
+
+
+def _copied(value: Any) -> Any:
+    """`value`, with dictionaries of its own."""
+    return {key: _copied(part) for key, part in value.items()} if isinstance(value, dict) else value
