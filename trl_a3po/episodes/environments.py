@@ -173,9 +173,10 @@ class EnvironmentPool:
             return
         # A call that hangs must not keep its instance from being closed.
         thread = CallThread() if environment.thread.busy else environment.thread
-        outcome = asyncio.wrap_future(thread.submit(partial(close)))
-        _, error = await outcome
-        if thread is not environment.thread:
-            thread.end()
+        try:
+            _, error = await asyncio.wrap_future(thread.submit(partial(close)))
+        finally:
+            if thread is not environment.thread:
+                thread.end()
         if error is not None:
             raise error
