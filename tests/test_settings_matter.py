@@ -111,7 +111,7 @@ class Parts:
         made = self.made
 
         class Recorder:
-            timeouts = close = interrupt = describe = seconds = stopped = retire = None
+            timeouts = close = interrupt = describe = seconds = stopped = starting = retire = None
 
             def __init__(self, *arguments, **options):
                 plain = {key: repr(value) for key, value in options.items() if isinstance(value, PLAIN)}

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
+from transformers import AutoModelForCausalLM
 
 from tests.distributed.launch import ROOT
-from trl_a3po.report.trainer_plan import MemorySplit
+from tests.tiny import tiny_config
+from trl_a3po import A3POConfig
+from trl_a3po.report.memory import TrainerMemory
 
 FOLDER = Path(ROOT) / "recipes" / "accelerate_configs"
 STAGES = {"single_gpu": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
@@ -26,6 +29,8 @@ def test_a_configuration_says_what_its_name_says_and_when_to_choose_it(name, sta
 
 
 @pytest.mark.parametrize(("stage", "shares"), [(0, (1, 1, 1)), (1, (1, 1, 4)), (2, (1, 4, 4)), (3, (4, 4, 4))])
-def test_each_zero_stage_spreads_one_more_part_of_the_memory(stage, shares):
-    split = MemorySplit.of(4, stage)
-    assert (split.weights, split.gradients, split.optimizer_states) == shares
+def test_each_zero_stage_spreads_one_more_part_of_the_memory(tmp_path, stage, shares):
+    args, model = A3POConfig(output_dir=str(tmp_path)), AutoModelForCausalLM.from_config(tiny_config())
+    whole, split = TrainerMemory.of(args, model), TrainerMemory.of(args, model, processes=4, zero_stage=stage)
+    parts = (whole.weights // split.weights, whole.gradients // split.gradients, whole.states // split.states)
+    assert parts == shares

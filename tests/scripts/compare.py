@@ -15,7 +15,7 @@ from trl_a3po.testing import StubEngine
 
 SHAPES = Path(__file__).parent / "shapes"
 IMPORT = "from trl import GRPOConfig, GRPOTrainer\n"
-OF_THE_RUN = {"timeline.jsonl"}  # beside TRL's files; and, in a checkpoint, those named a3po_…
+OF_THE_RUN = {"timeline.jsonl", "rollouts.jsonl"}  # beside TRL's files; and, in a checkpoint, those named a3po_…
 TIMES = ("runtime", "per_second", "step_time", "my/seconds", "total_flos")
 ARMS = {
     "GRPOTrainer": ("GRPOConfig", "GRPOTrainer"),

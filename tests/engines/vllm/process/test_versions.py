@@ -17,9 +17,11 @@ from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettin
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.testing import completion_logps
 
-LENGTH, TEMPERATURE, START_TIMEOUT = 600, 0.8, 300.0  # long enough for a publish before the end
-SETTINGS = SamplingSettings(LENGTH, temperature=TEMPERATURE, seed=5)
-FILTERED = SamplingSettings(LENGTH, temperature=TEMPERATURE, top_p=0.9, top_k=20, repetition_penalty=1.2, seed=5)
+TEMPERATURE, START_TIMEOUT = 0.8, 300.0
+SHORT, LONG = 120, 600  # tokens; a real vLLM has sampled few hundred before a publish comes
+SETTINGS = SamplingSettings(SHORT, temperature=TEMPERATURE, seed=5)
+LONGER = SamplingSettings(LONG, temperature=TEMPERATURE, seed=5)
+FILTERED = SamplingSettings(LONG, temperature=TEMPERATURE, top_p=0.9, top_k=20, repetition_penalty=1.2, seed=5)
 
 
 def policy(lora: bool) -> torch.nn.Module:
@@ -88,7 +90,7 @@ def test_a_kept_cache_of_a_real_vllm_is_that_of_the_segments_before():
     states = trained_states(model)
     engine = VLLMEngine(slots=6, threads=1, start_timeout=START_TIMEOUT, python=vllm_python())
     try:
-        engine.start(policy_spec(model, torch.float32), SETTINGS, collect_weights(model, 0, complete=True))
+        engine.start(policy_spec(model, torch.float32), LONGER, collect_weights(model, 0, complete=True))
         engine.submit([GroupRequest(number, number, (5, 6, 7), 2) for number in range(3)])
         until(lambda: engine.stats().tokens > 20)
         model.load_state_dict(states[1])
