@@ -229,8 +229,9 @@ from tests import test_termination as here
 from trl_a3po.session import termination
 termination.DUPLICATE_SECONDS = 0.0
 folder = Path({str(tmp_path)!r})
-def slow(completion_ids, target, **kwargs):
-    (folder / "scores").touch()
+def slow(completion_ids, target, trainer_state, **kwargs):
+    if trainer_state.global_step:  # there is a step to save
+        (folder / "stepped").touch()
     return here.reward(completion_ids, target)
 trainer = here.run({model_path!r}, folder, max_steps=10000, reward_funcs=slow, engine="transformers", engine_threads=1)
 def hook(*args, save=trainer._save_checkpoint, **kwargs):
@@ -245,7 +246,7 @@ trainer.train()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        until(lambda: (tmp_path / "scores").exists() or process.poll() is not None, timeout=240)
+        until(lambda: (tmp_path / "stepped").exists() or process.poll() is not None, timeout=240)
         process.send_signal(signal.SIGTERM)
         if second is not None:
             until(lambda: (tmp_path / "saves").exists() or process.poll() is not None, timeout=240)
