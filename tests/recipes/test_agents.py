@@ -25,11 +25,9 @@ def test_who_follows_every_hint_reaches_the_treasure(seed):
 
     walk = treasure.Treasure()
     hint = walk.reset(**treasure.row(random.Random(seed)))
-    moves = 0
-    while "here" not in hint:
-        hint = walk.move(next(way for way in treasure.WAYS if way in hint))
-        moves += 1
-    assert moves <= treasure.MOVES and walk.get_reward() == 1.0
+    for _ in range(treasure.MOVES):
+        hint = walk.move(next((way for way in treasure.WAYS if way in hint), "north"))
+    assert hint == "The treasure is here." and walk.get_reward() == 1.0
 
 
 def test_the_reward_of_a_walk_is_the_share_of_the_way():
