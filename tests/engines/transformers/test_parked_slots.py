@@ -319,3 +319,24 @@ def test_random_episodes_over_few_slots_record_what_a_clean_forward_gives(seed, 
         if i:
             assert all(turn is not None for _, turn in turns)
             assert clean_gaps(models, turns).max() < 1e-4
+
+
+def test_a_parked_slot_between_decoded_ones_is_left_alone():
+    """Captured steps have 6 rows for 5 rollouts, so that the first row, which is parked, is among them."""
+    model = tiny_model()
+    decoder = SlotDecoder(model, settings(LENGTH), slots=6)
+    captured(decoder)
+    forwards = Forwards(decoder)
+    first = replace(request(0, (5, 6, 7)), max_new_tokens=2, first_episode=0)
+    for one in (first, *(replace(request(1 + i, text), max_new_tokens=12) for i, text in enumerate(prompts(5)))):
+        decoder.submit(one)
+    ended: dict[int, list] = {}
+    while 0 not in ended:
+        ended |= {group.request_id: group.rollouts for group in decoder.step()}
+    for _ in range(4):
+        decoder.step()
+    assert 0 in decoder._parked and decoder.active_rollouts == 5
+    asked = turn_after(first, 0, [*ended[0][0].token_ids, 9], request_id=50, tokens=6)
+    (turn,) = run(decoder, [asked])[50]
+    assert forwards.extended == 1
+    assert_same([[((), turn)]], [[((), *clean(model, asked))]])
