@@ -567,15 +567,22 @@ def test_a_callback_that_stops_the_training_ends_the_run_and_the_engine(model_pa
 def background():
     """What a test has left running of this package, in this process and beside it. The thread of the reward functions
     lives as long as the trainer."""
-    before = set(threading.enumerate())
-    return lambda: left_running(before)
+    threads, children = set(threading.enumerate()), set(children_of_ours())
+    return lambda: [
+        *(thread.name for thread in set(threading.enumerate()) - threads if is_of_ours(thread.name)),
+        *(command for pid, command in set(children_of_ours()) - children),
+    ]
 
 
-def left_running(before: set[threading.Thread]) -> list[str]:
-    names = {thread.name for thread in set(threading.enumerate()) - before}
-    threads = [name for name in names - {"a3po rewards"} if name.startswith("a3po")]
-    children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True)
-    return threads + [line for line in children.stdout.splitlines() if "trl_a3po" in line]
+def is_of_ours(thread: str) -> bool:
+    return thread.startswith("a3po") and thread != "a3po rewards"
+
+
+def children_of_ours() -> list[tuple[str, str]]:
+    """Id and command of each child of this process that runs this package."""
+    children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True)
+    lines = [line.split(maxsplit=1) for line in children.stdout.splitlines() if "trl_a3po" in line]
+    return [(pid, command) for pid, command in lines]
 
 
 class Interrupts(TrainerCallback):
