@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.episodes.chat import TOKENIZER, call, results_in, said, tokens
-from tests.episodes.playing import ScriptedEngine, group, played, rollouts_of, runner_of
+from tests.episodes.playing import ScriptedEngine, group, played, rollouts_of
 from tests.workers.processes import until
 from trl_a3po.protocol.engine import GroupFailed, SamplingSettings
 
@@ -24,20 +24,10 @@ ADD = {
 }
 
 
-@pytest.fixture
-def runner_for(monkeypatch):
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    runners = []
-
-    def make(play, engine=None, **options):
-        runners.append(runner_of(play, engine or ScriptedEngine(), **options))
-        return runners[-1]
-
-    yield make
-    for runner in runners:
-        runner.close()
-        assert not runner._thread.is_alive()
 
 
 def client_of(endpoint):

@@ -7,25 +7,11 @@ import time
 import pytest
 
 from tests.episodes.chat import TOKENIZER, said, tokens
-from tests.episodes.playing import ScriptedEngine, ends, group, played, rollouts_of, runner_of
+from tests.episodes.playing import ScriptedEngine, ends, group, played, rollouts_of
 from tests.rollout.queue_fakes import update
 from tests.workers.processes import until
 from trl_a3po.episodes import EpisodeResult
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished, GroupProgress
-
-
-@pytest.fixture
-def runner_for():
-    runners = []
-
-    def make(play, engine=None, **options):
-        runners.append(runner_of(play, engine or ScriptedEngine(), **options))
-        return runners[-1]
-
-    yield make
-    for runner in runners:
-        runner.close()
-        assert not runner._thread.is_alive()
 
 
 def user(text):
