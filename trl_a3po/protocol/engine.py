@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from trl_a3po.protocol.images import PromptImages
 from trl_a3po.protocol.records import Rollout
 from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 
@@ -64,6 +65,7 @@ class GroupRequest:
         first_episode: number of the episode that the first of these rollouts belongs to; the others belong to the
             episodes that follow it. Requests for the same episode are its turns, one after another, and an engine may
             keep the keys and values of a turn for the next one, until `Engine.end_episodes`. `None`: no turn follows.
+        images: the images that `prompt_ids` show; `None`: there are none.
         row: the dataset row, where the queue's requests are episodes. An engine is never sent one.
     """
 
@@ -76,6 +78,7 @@ class GroupRequest:
     max_new_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     first_episode: int | None = None
+    images: PromptImages | None = field(default=None, compare=False)
     row: dict[str, Any] | None = field(default=None, compare=False)
 
     def episode_of(self, number: int) -> int | None:

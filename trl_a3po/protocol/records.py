@@ -1,4 +1,5 @@
-"""The plain records that move from the prompt stream to the trainer: no tensors, no threads, no model.
+"""The plain records that move from the prompt stream to the trainer: no threads, no model, and no
+tensors but those of images.
 
 Guarantees: the three lists of a `Rollout` are aligned, with one entry per generated token; a `Group` holds every
 rollout of its prompt; a token has version -1 exactly where no policy sampled it, and such a token has log-prob 0.
@@ -7,6 +8,8 @@ rollout of its prompt; a token has version -1 exactly where no policy sampled it
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from trl_a3po.protocol.images import PromptImages
 
 EpisodeEnd = Literal["done", "length", "overlong tool result", "iteration limit"]
 """How an episode ended: by itself; with `max_completion_length` tokens; because the result of a tool did not fit into
@@ -116,11 +119,13 @@ class Prompt:
         index: place in the prompt stream, 0-based, counted over all epochs and never reused.
         example: the dataset row, as the reward functions receive it.
         token_ids: the tokens of the prompt.
+        images: its images; `None` if it has none.
     """
 
     index: int
     example: dict[str, Any]
     token_ids: list[int]
+    images: PromptImages | None = None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,32 @@
+"""`PromptImages`: the images of one prompt, as they travel from the prompt stream to an engine and to the trainer.
+
+Guarantees: what an engine samples from and what the trainer trains on are the same arrays, made once per prompt.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImages:
+    """
+    Args:
+        images: the images, in the order in which the prompt shows them. vLLM preprocesses them itself.
+        fields: what the processor made of this prompt alone, beside its token ids: the keyword arguments of the
+            model's forward, such as `pixel_values` and `image_grid_thw`, as for a batch of one. Fields that have a
+            value per token, such as `mm_token_type_ids`, are `(1, P)` for a prompt of P tokens.
+    """
+
+    images: tuple["Image", ...]
+    fields: dict[str, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the fields, and of the images as decoded."""
+        fields = sum(field.nbytes for field in self.fields.values())
+        return fields + sum(image.width * image.height * len(image.getbands()) for image in self.images)
