@@ -18,7 +18,7 @@ from tests.distributed.runs import build, leave, use_deepspeed
 from tests.runs import LENGTH
 from tests.tiny import VOCAB
 from tests.workers.processes import until
-from trl_a3po.errors import EngineError
+from trl_a3po.errors import CheckpointError, EngineError
 from trl_a3po.testing import StubEngine, scripted_completion
 
 STEPS, FAILS_AT = 5, 3
@@ -30,7 +30,7 @@ class Fails(TrainerCallback):
     def __init__(self, fault: str):
         self.fault = fault
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
         if state.global_step != FAILS_AT or args.process_index != 1:
             return
         if self.fault == "terminate":
@@ -42,6 +42,8 @@ class Fails(TrainerCallback):
             raise ZeroDivisionError("a callback of process 1")
         if self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "nan":
+            next(model.parameters()).ds_tensor[-1] = float("nan")  # in the part of process 1, which no other one has
 
 
 def termination_is_asked_for() -> bool:
@@ -86,7 +88,11 @@ def main() -> None:
         )
         trainer.reward_funcs[0].__name__ = "reward"
     trainer.add_callback(Fails(fault))
-    trainer.train(resume_from_checkpoint=True if fault == "nothing" else None)
+    try:
+        trainer.train(resume_from_checkpoint=True if fault == "nothing" else None)
+    except CheckpointError as error:
+        (folder / f"refused-{trainer.args.process_index}").write_text(str(error))
+        raise
     outcomes = {"step": trainer.state.global_step, "published": trainer.args.engine.published}
     if trainer.is_world_process_zero():
         (folder / "resumed.json").write_text(json.dumps(outcomes))

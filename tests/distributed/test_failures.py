@@ -21,6 +21,7 @@ MODULE = "tests.distributed.failing"
         pytest.param("ddp", "starve", "RewardError|StallError", marks=pytest.mark.long),
         pytest.param("zero3", "raise", "ZeroDivisionError: a callback of process 1", marks=pytest.mark.long),
         pytest.param("zero3", "publish", "EngineError: The engine died while it took", marks=pytest.mark.long),
+        pytest.param("zero3", "nan", "CheckpointError: The checkpoint", marks=pytest.mark.long),
     ],
 )
 def test_every_process_ends_with_the_cause_and_the_checkpoint_goes_on(tmp_path, mode, fault, cause):
@@ -31,6 +32,10 @@ def test_every_process_ends_with_the_cause_and_the_checkpoint_goes_on(tmp_path, 
     assert failed.returncode != 0
     assert any(word in failed.stdout for word in cause.split("|")), failed.stdout[-4000:]
     assert (tmp_path / "run" / f"checkpoint-{FAILS_AT - 1}" / "a3po_complete.json").is_file()
+    if fault == "nan":  # which one process alone has seen
+        refusals = [(tmp_path / f"refused-{rank}").read_text() for rank in range(2)]
+        assert all(f"checkpoint-{FAILS_AT} is not written, because weights are not" in text for text in refusals)
+        assert not (tmp_path / "run" / f"checkpoint-{FAILS_AT}").exists()
 
     resumed = launch(MODULE, tmp_path, mode, "nothing")
     assert resumed.returncode == 0, resumed.stdout[-4000:]

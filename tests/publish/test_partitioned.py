@@ -1,11 +1,15 @@
-"""Buckets: in order, each name once, none larger than allowed but a single weight that is."""
+"""Buckets: in order, each name once, none larger than allowed but a single weight that is. The parts that processes
+hold of a weight: each element once."""
 
 import itertools
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_a3po.protocol.weights import GatheredTensors
+from trl_a3po.publish import weight_sources
 from trl_a3po.publish.partitioned import buckets
 
 
@@ -38,3 +42,21 @@ def test_a_gathered_tensor_exists_only_while_it_is_at_turn():
     seen = [(name, tensor, list(open_now)) for name, tensor in tensors.items()]
     assert seen == [("a", "A", [["a", "b"]]), ("b", "B", [["a", "b"]]), ("c", "C", [["c"]])]
     assert open_now == [] and list(tensors) == ["a", "b", "c"] and len(tensors) == 3 and "b" in tensors
+
+
+@pytest.mark.parametrize(("elements", "processes"), [(6, 2), (7, 3), (2, 5), (1, 1)])
+def test_the_parts_of_a_partitioned_weight_are_its_elements_without_filling(monkeypatch, elements, processes):
+    """DeepSpeed fills the last parts with whatever lay in memory."""
+    pytest.importorskip("deepspeed")
+    monkeypatch.setattr(weight_sources, "is_deepspeed_zero3_enabled", lambda: True)
+    whole, size = torch.arange(elements, dtype=torch.float32), -(-elements // processes)
+    filled = torch.cat([whole, torch.full((size * processes - elements,), float("nan"))])
+    parts = []
+    for rank in range(processes):
+        weight = torch.nn.Parameter(torch.empty(0))
+        weight.ds_id, weight.ds_numel, weight.ds_process_group = 0, elements, None
+        weight.ds_tensor = filled[rank * size : (rank + 1) * size]
+        weight.ds_tensor.ds_numel = size
+        monkeypatch.setattr(weight_sources.dist, "get_rank", lambda group, rank=rank: rank)
+        parts.append(weight_sources.local_part(weight))
+    assert torch.equal(torch.cat(parts), whole)

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from transformers.integrations import is_deepspeed_zero3_enabled
 
-from trl_a3po.publish.weight_sources import WeightSource
+from trl_a3po.publish.weight_sources import WeightSource, local_part
 
 SAMPLES = 1024  # elements of each tensor that are read
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
@@ -40,22 +39,11 @@ class Fingerprint:
 @torch.no_grad()
 def fingerprint(sources: Mapping[str, WeightSource]) -> Fingerprint:
     """The fingerprint of the weights of `sources`."""
-    tensors = {name: [_local(tensor) for tensor in source.tensors] for name, source in sources.items()}
+    tensors = {name: [local_part(tensor) for tensor in source.tensors] for name, source in sources.items()}
     sampled = iter(_sampled([tensor for group in tensors.values() for tensor in group]))
     values = {name: (sources[name].made_of, *(next(sampled) for _ in group)) for name, group in tensors.items()}
     places = {name: tuple(map(_place, source.tensors, tensors[name])) for name, source in sources.items()}
     return Fingerprint(places, values)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a partitioned weight that this process holds, and other weights as they are."""
-    if is_deepspeed_zero3_enabled():
-        from deepspeed.runtime.zero.partition_parameters import is_zero_param
-
-        if is_zero_param(tensor):
-            part: torch.Tensor = tensor.ds_tensor  # type: ignore[attr-defined]  # set by DeepSpeed
-            return part
-    return tensor
 
 
 def _place(whole: torch.Tensor, local: torch.Tensor) -> tuple[int, ...]:

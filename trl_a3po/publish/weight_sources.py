@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl_a3po.protocol.weights import GatheredTensors, WeightUpdate
@@ -80,3 +81,16 @@ def full_shape(tensor: torch.Tensor) -> torch.Size:
         if is_zero_param(tensor):
             return torch.Size(tensor.ds_shape)  # type: ignore[attr-defined]  # set by DeepSpeed
     return tensor.shape
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a parameter that ZeRO-3 partitions, as a vector, and other tensors as they are. Every
+    element is in one process, and the filling behind the last one, which can be anything, in none."""
+    if is_deepspeed_zero3_enabled():
+        from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+        if is_zero_param(tensor):
+            part, whole, group = tensor.ds_tensor, tensor.ds_numel, tensor.ds_process_group  # type: ignore[attr-defined]
+            elements: torch.Tensor = part[: max(0, whole - part.ds_numel * dist.get_rank(group))]
+            return elements
+    return tensor

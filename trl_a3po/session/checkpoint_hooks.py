@@ -26,6 +26,7 @@ from trl_a3po.episodes.episode import RolloutFunction
 from trl_a3po.errors import CheckpointError
 from trl_a3po.models.unwrap import base_model
 from trl_a3po.publish.quantised import keep_trained_dtypes
+from trl_a3po.publish.weight_sources import local_part
 from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.session.hub import without_records
@@ -91,7 +92,7 @@ class CheckpointHooks(GRPOTrainer):
         folder = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._show_row_weights()
         self._end_evaluations()
-        _check_weights(self.model, folder)
+        _check_weights(self, folder)
         with _written_whole(self, folder):
             save_run(self, folder)
             # The new checkpoint is not valid yet: older ones are deleted, and the new one is pushed, after this block.
@@ -174,13 +175,22 @@ def _written_whole(trainer: "CheckpointHooks", folder: Path) -> Iterator[None]:
         team.run_on_main(lambda: checkpoint.complete(folder, version, session.run if session else None, before))
 
 
-def _check_weights(model: nn.Module, folder: Path) -> None:
-    """Raise `CheckpointError` if a trained weight of this process is not a number: no later step would make it one
-    again."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not parameter.isfinite().all():
+def _check_weights(trainer: "CheckpointHooks", folder: Path) -> None:
+    """Raise `CheckpointError` in every process if a trained weight is not a number in one of them: no later step would
+    make it one again. Of a weight that ZeRO-3 partitions, each process looks at its part."""
+    trained = ((name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad)
+    found = trainer._team.gather(next((name for name, weight in trained if not _is_finite(weight)), None))
+
+    def refuse() -> None:
+        for name in filter(None, found or ()):
             raise CheckpointError(
                 f"The checkpoint {folder} is not written, because weights are not finite any more ({name!r}): a loss "
                 "or a gradient was NaN or infinite. Resume from the checkpoint before, with a lower learning_rate, a "
                 "max_grad_norm, or bf16=True instead of fp16=True."
             )
+
+    trainer._team.run_on_main(refuse)
+
+
+def _is_finite(weight: torch.Tensor) -> bool:
+    return bool(local_part(weight).isfinite().all())
