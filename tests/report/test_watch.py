@@ -8,9 +8,10 @@ from rich.console import Console
 
 from tests.report.made_lines import FIRST, LINES, batch, group, span, start
 from trl_a3po.cli.main import main
+from trl_a3po.report import timeline as timeline_module
 from trl_a3po.report import watch as watching
 from trl_a3po.report.tail import Tail
-from trl_a3po.report.timeline import NAME, read_timeline
+from trl_a3po.report.timeline import NAME, Timeline, read_timeline
 from trl_a3po.report.watch import watch
 from trl_a3po.report.watch_frame import watch_frame
 from trl_a3po.report.watch_view import TAKES, watch_view
@@ -106,6 +107,22 @@ def test_a_file_that_became_shorter_or_was_replaced_is_read_from_its_beginning(t
     (tmp_path / "other").rename(tmp_path / NAME)
     tail.read()
     assert tail.lines == [start(), *LINES, *LINES]
+
+
+@pytest.mark.parametrize("looks", [1, 3, 25])
+def test_a_run_that_is_continued_in_another_file_is_read_whole(tmp_path, monkeypatch, looks):
+    """`looks`: how many steps are written between two looks, of about nine that fit into a file."""
+    monkeypatch.setattr(timeline_module, "MOST_BYTES", 1000)
+    timeline, tail = Timeline(tmp_path / NAME, run="a", version=0, resumed=False), Tail(tmp_path / NAME)
+    for version in range(1, 76):
+        timeline.write("step", version=version)
+        timeline.write("checkpoint", version=version)
+        timeline.flush()
+        if version % looks == 0:
+            assert tail.read()
+            assert tail.lines == read_timeline(tmp_path) and tail.lines[-1]["version"] == version
+            assert len({line["version"] for line in tail.lines if line["kind"] == "step"}) >= min(version, 5)
+    assert Tail(tmp_path / NAME).read() and not tail.read()
 
 
 def test_a_file_that_is_no_timeline_is_named(tmp_path):

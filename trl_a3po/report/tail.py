@@ -1,7 +1,8 @@
 """The timeline of a run that may still be going on, read while it grows.
 
-Guarantees: only reads; a line that is only half written is read once it is whole; a file that was replaced or became
-shorter is read again from its beginning.
+Guarantees: only reads; `lines` are those of `read_timeline`, also where a full file has been continued in another; a
+line that is only half written is read once it is whole; a file that was replaced or became shorter is read again from
+its beginning.
 """
 
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_a3po.report.lineage import Lineage
+from trl_a3po.report.timeline import OLDER, whole_lines
 
 
 class Tail:
@@ -43,7 +45,7 @@ class Tail:
         with file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._read:
-                self._lineage, self._inode, self._read, self._half = Lineage(self.path), status.st_ino, 0, b""
+                self._begin(status.st_ino)
             file.seek(self._read)
             content = file.read()
         self._read += len(content)
@@ -51,3 +53,11 @@ class Tail:
         for line in whole:
             self._lineage.add(line.decode("utf-8", errors="replace"))
         return bool(whole)
+
+    def _begin(self, inode: int) -> None:
+        """Go back to the beginning of the file with this number, which is that of the one it continues."""
+        self._lineage, self._inode, self._read, self._half = Lineage(self.path), inode, 0, b""
+        older = self.path.with_name(OLDER)
+        if older.is_file() and older.stat().st_ino != inode:  # else the file has just become the older one
+            for line in whole_lines(older):
+                self._lineage.add(line)

@@ -161,10 +161,15 @@ def read_timeline(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"{run} holds no {NAME}: give the output_dir of a run.")
     lineage = Lineage(path)
     for part in (path.with_name(OLDER), path):
-        text = part.read_text(encoding="utf-8", errors="replace").split("\n") if part.is_file() else [""]
-        for line in text[: -1 if text[-1] == "" else None]:
+        for line in whole_lines(part) if part.is_file() else ():
             lineage.add(line)
     return [line for line in lineage.lines if not kinds or line["kind"] in kinds]
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file, the last one also where no newline ends it."""
+    text = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return text[:-1] if text[-1] == "" else text
 
 
 def plain(value: Any) -> Any:
