@@ -2,7 +2,11 @@
 
 import io
 import json
+import sys
+import textwrap
 
+import nbclient
+import nbformat
 import pytest
 from rich.console import Console
 
@@ -263,3 +267,49 @@ def test_an_interrupt_ends_the_watch_quietly(tmp_path, writes_while_waiting):
     writes_while_waiting(interrupt)
     watch(written(tmp_path, run_lines(end=False)), console=shown)
     assert shown.file.getvalue().count("\x1b[?1049h") == shown.file.getvalue().count("\x1b[?1049l") == 1
+
+
+# --- in a notebook ------------------------------------------------------------------------------------------------
+
+
+def outputs_of(cell, timeout=240):
+    """What a cell shows in the end, as texts, where a frontend obeys `clear_output`."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+    nbclient.NotebookClient(notebook, timeout=timeout).execute()
+    return [output.get("text") or output["data"]["text/plain"] for output in notebook.cells[0].outputs]
+
+
+def test_a_cell_shows_the_last_frame_alone_and_an_interrupted_cell_goes_on(tmp_path):
+    """The run ends while it is watched; an interrupt ends the watch of another one, which has not."""
+    (tmp_path / "other").mkdir()
+    written(tmp_path / "other", run_lines(end=False))
+    (tmp_path / "lines").write_text(text_of(run_lines()))
+    cell = f"""
+        import _thread, threading
+        from pathlib import Path
+        from trl_a3po.report import watch as watching
+        watching.SECONDS = 0.2
+        ends = lambda: Path({str(tmp_path / "lines")!r}).rename({str(tmp_path / NAME)!r})
+        threading.Timer(1.0, ends).start()
+        watching.watch({str(tmp_path)!r})
+        threading.Timer(1.0, _thread.interrupt_main).start()
+        watching.watch({str(tmp_path / "other")!r})
+        print("after it")
+    """
+    frame, after = outputs_of(textwrap.dedent(cell))
+    assert "Reward-bound" in frame and after == "after it\n"
+
+
+def test_a_command_of_a_cell_prints_one_frame_and_says_how_to_see_more(tmp_path):
+    written(tmp_path, run_lines(end=False))
+    command = f"{sys.executable} -c 'from trl_a3po.cli.main import main; main()' watch {tmp_path}"
+    [shown] = outputs_of(f"!{command}")
+    assert shown.count("Reward-bound") == 1 and f"watch('{tmp_path}')" in shown
+
+
+def test_one_frame_that_was_asked_for_is_all_that_a_cells_shell_shows(tmp_path, monkeypatch):
+    for name, value in watching.SHELL_OF_A_CELL.items():
+        monkeypatch.setenv(name, value)
+    shown = console(force_terminal=True)
+    watch(written(tmp_path, run_lines(end=False)), once=True, console=shown)
+    assert "Reward-bound" in shown.file.getvalue() and "notebook" not in shown.file.getvalue()

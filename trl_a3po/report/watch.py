@@ -3,6 +3,7 @@
 Guarantees: only reads files of the run; the terminal is left as it was.
 """
 
+import os
 import time
 from pathlib import Path
 
@@ -15,6 +16,13 @@ from trl_a3po.report.watch_frame import watch_frame
 from trl_a3po.report.watch_view import WatchView, watch_view
 
 SECONDS = 1.0  # between two frames
+SHELL_OF_A_CELL = {"TERM": "xterm-color", "CLICOLOR_FORCE": "1", "PAGER": "cat", "GIT_PAGER": "cat"}
+"""What ipykernel sets for commands that a cell runs with `!`. They have a terminal, of which the cell shows everything
+one below the other."""
+ONE_FRAME = (
+    "This is one frame, because the cell of a notebook cannot show a command's screen. In the cell itself, "
+    "`from trl_a3po.report.watch import watch; watch({run!r})` goes on until the run ends."
+)
 
 
 def watch(run: str | Path, *, once: bool = False, console: Console | None = None) -> None:
@@ -22,7 +30,8 @@ def watch(run: str | Path, *, once: bool = False, console: Console | None = None
 
     Args:
         run: the run's `output_dir`, or its `timeline.jsonl`. A run that has not begun in this folder is waited for.
-        once: show one frame and return; so does a console that is no terminal, such as a pipe.
+        once: show one frame and return; so does a console that is no terminal, such as a pipe, or the shell of a
+            notebook's cell.
         console: where to show it.
 
     Raises:
@@ -31,13 +40,16 @@ def watch(run: str | Path, *, once: bool = False, console: Console | None = None
     """
     console = console or Console()
     path = Path(run)
-    once = once or not (console.is_terminal or console.is_jupyter)
+    in_cells_shell = not console.is_jupyter and SHELL_OF_A_CELL.items() <= os.environ.items()
+    wants_more, once = not once, once or in_cells_shell or not (console.is_terminal or console.is_jupyter)
     seen = _Run(path if path.suffix == ".jsonl" else path / NAME)
     if not seen.begun and (once or not path.is_dir()):
         raise FileNotFoundError(f"{run} holds no {NAME}: give the output_dir of a run.")
     try:
         if once:
             console.print(seen.frame(console))
+            if in_cells_shell and wants_more:
+                console.print(f"\n{ONE_FRAME.format(run=str(run))}", markup=False, highlight=False, soft_wrap=True)
         elif console.is_jupyter:
             _in_notebook(seen, console)
         else:
