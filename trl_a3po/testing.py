@@ -16,6 +16,7 @@ from trl_a3po.engines.usage import NOT_STARTED, check_start, check_version_order
 from trl_a3po.errors import EngineError
 from trl_a3po.models.replica import build_replica, load_update
 from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupFinished, GroupRequest, SamplingSettings
+from trl_a3po.protocol.images import PromptImages
 from trl_a3po.protocol.records import Rollout
 from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 
@@ -124,7 +125,7 @@ class StubEngine:
         rollouts = []
         for number in range(request.first_rollout, request.first_rollout + request.num_rollouts):
             token_ids = _cut(self.complete(request.prompt_ids, number), request)
-            logps = completion_logps(replica, request.prompt_ids, token_ids, sampling.temperature)
+            logps = completion_logps(replica, request.prompt_ids, token_ids, sampling.temperature, request.images)
             stops = token_ids[-1] in request.settings(sampling).stop_token_ids
             versions = [self._version()] * len(token_ids)
             rollouts.append(Rollout(token_ids, logps.tolist(), versions, "stop" if stops else "length"))
@@ -140,10 +141,15 @@ def _cut(token_ids: list[int], request: GroupRequest) -> list[int]:
 
 @torch.no_grad()
 def completion_logps(
-    model: torch.nn.Module, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float
+    model: torch.nn.Module,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    temperature: float,
+    images: PromptImages | None = None,
 ) -> torch.Tensor:
     """Log-probs `(T,)` of the completion's tokens in fp32, by one forward over the whole sequence."""
     device = next(model.parameters()).device
     input_ids = torch.tensor([[*prompt_ids, *token_ids]], device=device)
-    logits: torch.Tensor = model(input_ids).logits[0, len(prompt_ids) - 1 : -1].float() / temperature
+    fields = {} if images is None else images.over(input_ids.shape[1], device)
+    logits: torch.Tensor = model(input_ids, **fields).logits[0, len(prompt_ids) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(token_ids, device=device)[:, None])[:, 0]

@@ -44,6 +44,11 @@ def check_request(
         )
 
 
+def number_of_images(request: GroupRequest) -> int:
+    """How many images its tokens show."""
+    return 0 if request.images is None else len(request.images.images)
+
+
 def check_scored(
     prompt_ids: Sequence[int], completion_ids: Sequence[int], *, vocab_size: int, context: int | None
 ) -> None:

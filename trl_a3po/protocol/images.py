@@ -11,6 +11,9 @@ import torch
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+"""Fields that have a value per token."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImages:
@@ -24,6 +27,15 @@ class PromptImages:
 
     images: tuple["Image", ...]
     fields: dict[str, torch.Tensor]
+
+    def over(self, length: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """The fields on `device` for a sequence of `length` tokens that begins with the prompt: those with a value per
+        token are extended by text."""
+        fields = {name: field.to(device, non_blocking=True) for name, field in self.fields.items()}
+        for name in PER_TOKEN:
+            if name in fields:
+                fields[name] = torch.nn.functional.pad(fields[name], (0, length - fields[name].shape[-1]))
+        return fields
 
     @property
     def nbytes(self) -> int:

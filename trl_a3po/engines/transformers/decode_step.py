@@ -42,7 +42,8 @@ class DecodeStep:
     def __call__(self, rows: int, length: int) -> torch.Tensor:
         """Tokens and log-probs, `(2, rows)` float64; attention reads `length` positions."""
         slots = self._slots
-        logits = self._forward.decode(slots.first_tokens(rows), slots.first_positions(rows), self._cache, length)
+        tokens, places, ahead = slots.first_tokens(rows), slots.first_places(rows), slots.first_ahead(rows)
+        logits = self._forward.decode(tokens, places, ahead, self._cache, length)
         too_early = self._sampler.too_early(slots.first_generated(rows))
         drawn = self._sampler.draw(logits, slots.first_noise(rows), too_early, slots.first_seen(rows))
         slots.take_first(drawn[0].long())

@@ -12,7 +12,8 @@ Guarantees:
 On a GPU the host reads the tokens of a decode step while the device computes the next one. So a slot whose sequence
 ended with a stop token is refilled one step later, and the token that the device draws in between is thrown away.
 
-A prompt is prefilled once per group. When only some of a group's rollouts find a free slot, the prompt's keys, values
+A prompt is prefilled once per group, and so its images are encoded once per group and version (once per rollout where
+`deterministic` recomputes). When only some of a group's rollouts find a free slot, the prompt's keys, values
 and logits are kept for the others, until the weights change: then it is prefilled again, so that a rollout always
 starts under the current weights.
 """
@@ -36,6 +37,7 @@ from trl_a3po.engines.transformers.sequences import DecodedGroup, DecodedRollout
 from trl_a3po.engines.transformers.slots import Slots
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettings
+from trl_a3po.protocol.images import PromptImages
 from trl_a3po.protocol.records import Rollout
 
 # On a CPU the last rows of a batch go through other instructions unless their number is a multiple of this one.
@@ -169,6 +171,8 @@ class SlotDecoder:
             max_prompt_tokens=self._max_prompt_tokens,
             room=f" in the model's context of {context}" if context else "",
         )
+        if request.images is not None:
+            self._forward.image_inputs.check(request.images, len(request.prompt_ids))
         group = DecodedGroup(request, request.settings(self._sampling))
         self._groups[request.request_id] = group
         # Later turns go before prompts that have not begun, in the order in which they came.
@@ -255,7 +259,8 @@ class SlotDecoder:
         groups = list({id(rollout.group): rollout.group for _, rollout in begun}.values())
         self._prefill([group for group in groups if group.prefilled is None])
         self._copy_prompts(begun)
-        logits = [*self._extend(continued), *(rollout.group.prompt.logits for _, rollout in begun)]
+        new = [(slot, rollout.kept, rollout.group.request.prompt_ids[rollout.kept :]) for slot, rollout in continued]
+        logits = [*self._extend(new), *(rollout.group.prompt.logits for _, rollout in begun)]
         starts = [rollout for _, rollout in (*continued, *begun)]
         self._drawn(starts, self._sample_starts(starts, torch.stack(logits)))
         for group in groups:
@@ -286,23 +291,30 @@ class SlotDecoder:
                 self._waiting.popleft()
         return starts
 
-    def _extend(self, starts: Sequence[tuple[int, DecodedRollout]]) -> list[torch.Tensor]:
-        """Compute what is new in the prompts of these rollouts. Returns the logits `(V,)` after each of them."""
-        new = [rollout.group.request.prompt_ids[rollout.kept :] for _, rollout in starts]
+    def _extend(self, new: Sequence[tuple[int, int, Sequence[int]]]) -> list[torch.Tensor]:
+        """Compute new tokens, given as slot, place of the first, and the tokens. Returns the logits `(V,)` after the
+        last of each."""
         logits: dict[int, torch.Tensor] = {}
-        for batch, pad_to in prefill_batches([len(tokens) for tokens in new]):
-            slots, kept = [starts[i][0] for i in batch], [starts[i][1].kept for i in batch]
-            rows = self._forward.extend([new[i] for i in batch], pad_to, self._cache, slots, kept)
+        for batch, pad_to in prefill_batches([len(tokens) for _, _, tokens in new]):
+            slots, places, tokens = zip(*(new[i] for i in batch), strict=True)
+            ahead = self._slots.ahead[list(slots)].tolist()
+            rows = self._forward.extend(tokens, pad_to, self._cache, slots, places, ahead)
             logits |= dict(zip(batch, rows, strict=True))
-        return [logits[i] for i in range(len(starts))]
+        return [logits[i] for i in range(len(new))]
 
     def _prefill(self, groups: Sequence[DecodedGroup]) -> None:
         """Compute the logits, keys and values of the groups' prompts."""
-        prompts = [group.request.prompt_ids for group in groups]
+        texts = [group for group in groups if group.request.images is None]
+        prompts = [group.request.prompt_ids for group in texts]
         for batch, pad_to in self._batches([len(prompt) for prompt in prompts], self._max_prompt_tokens):
             logits, cache = self._forward.prefill([prompts[i] for i in batch], pad_to)
             for row, i in enumerate(batch):
-                groups[i].prefilled = Prefilled(logits[row], cache, row)
+                texts[i].prefilled = Prefilled(logits[row], cache, row)
+        for group in groups:
+            if (images := group.request.images) is not None:
+                prompt = group.request.prompt_ids
+                pad_to = self._padded_length(len(prompt), self._max_prompt_tokens)
+                group.prefilled = Prefilled(*self._forward.prefill_images(prompt, images, pad_to))
 
     def _occupy(self, starts: Sequence[tuple[int, DecodedRollout]]) -> None:
         for slot, rollout in starts:
@@ -315,6 +327,7 @@ class SlotDecoder:
         by_cache: dict[int, list[tuple[int, Prefilled]]] = {}
         for slot, rollout in starts:
             prefilled = rollout.group.prompt
+            self._slots.ahead[slot] = prefilled.ahead
             by_cache.setdefault(id(prefilled.cache), []).append((slot, prefilled))
         for copies in by_cache.values():
             rows = [prefilled.row for _, prefilled in copies]
@@ -344,7 +357,7 @@ class SlotDecoder:
         slots = self._slots
         slots.rest([slot for slot in range(rows) if not self._holds_a_sequence(slot)])
         slots.send()
-        drawn = self._steps.run(rows, self._fixed_length or int(slots.position[:rows].max()) + 1)
+        drawn = self._steps.run(rows, self._fixed_length or int(slots.place[:rows].max()) + 1)
         columns = [rollout.slot for rollout in active]
         self._drawn(active, drawn if len(columns) == rows else drawn[:, slots.on_device(np.array(columns))])
 
@@ -360,17 +373,17 @@ class SlotDecoder:
         return active
 
     def _move(self, source: int, target: int) -> None:
-        rollout, positions = self._active[source], self._slots.position
+        rollout, slots = self._active[source], self._slots
         assert rollout is not None, "only a sequence is moved"
         if target in self._parked:
-            self._cache.swap(source, target, int(positions[[source, target]].max()))
+            self._cache.swap(source, target, int(slots.place[[source, target]].max()))
             self._parked.move(target, source)
-            held = int(positions[target])
-            self._slots.move(source, target)
-            positions[source] = held
+            place, ahead = slots.place[target], slots.ahead[target]
+            slots.move(source, target)
+            slots.place[source], slots.ahead[source] = place, ahead
         else:
-            self._cache.move(source, target, int(positions[source]))
-            self._slots.move(source, target)
+            self._cache.move(source, target, int(slots.place[source]))
+            slots.move(source, target)
         self._active[source], self._active[target], rollout.slot = None, rollout, target
 
     def _drawn(self, rollouts: Sequence[DecodedRollout], drawn: torch.Tensor) -> None:
@@ -439,11 +452,30 @@ class SlotDecoder:
 
     def _recompute(self) -> None:
         """Prefill every rollout in flight again: its prompt and its tokens but the last, which is decoded next."""
-        in_flight = [(slot, rollout) for slot, rollout in enumerate(self._active) if rollout is not None]
+        every = [(slot, rollout) for slot, rollout in enumerate(self._active) if rollout is not None]
+        self._recompute_with_images([start for start in every if start[1].group.request.images is not None])
+        in_flight = [start for start in every if start[1].group.request.images is None]
         texts = [(*rollout.group.request.prompt_ids, *rollout.token_ids[:-1]) for _, rollout in in_flight]
         for batch, pad_to in self._batches([len(text) for text in texts], self._fixed_length):
             cache = self._forward.prefill_cache([texts[i] for i in batch], pad_to)
             self._write([in_flight[i][0] for i in batch], cache, range(len(batch)))
+
+    def _recompute_with_images(self, in_flight: Sequence[tuple[int, DecodedRollout]]) -> None:
+        """Encode the images of each group once, and put what its rollouts have sampled behind them."""
+        if self._fixed_length is not None:
+            for slot, rollout in in_flight:
+                tokens, images = rollout.group.request.prompt_ids, cast(PromptImages, rollout.group.request.images)
+                whole = (*tokens, *rollout.token_ids[:-1])
+                _, cache, _, _ = self._forward.prefill_images(whole, images, self._fixed_length)
+                self._write([slot], cache, [0])
+            return
+        groups = list({id(rollout.group): rollout.group for _, rollout in in_flight}.values())
+        self._prefill(groups)
+        self._copy_prompts(in_flight)
+        for group in groups:
+            group.release_prefill()
+        sampled = [(slot, rollout.group.request.prompt_ids, rollout.token_ids[:-1]) for slot, rollout in in_flight]
+        self._extend([(slot, len(prompt), tokens) for slot, prompt, tokens in sampled if tokens])
 
     def _write(self, slots: Sequence[int], cache: PrefillCache, rows: Sequence[int]) -> None:
         targets, sources = self._slots.on_device(np.array([slots, rows]))
@@ -453,6 +485,12 @@ class SlotDecoder:
         """Indices of the sequences to prefill together and the length to pad them to: one at a time at the length
         `fixed` in deterministic mode, otherwise those of similar length."""
         if self._fixed_length is not None:
-            usual = cast(int, fixed)  # a later turn continues more than a prompt
-            return [([i], usual if length <= usual else self._fixed_length) for i, length in enumerate(lengths)]
+            return [([i], self._padded_length(length, fixed)) for i, length in enumerate(lengths)]
         return prefill_batches(lengths)
+
+    def _padded_length(self, length: int, fixed: int | None) -> int:
+        """What a sequence that is prefilled by itself is padded to."""
+        if self._fixed_length is None:
+            return length
+        usual = cast(int, fixed)  # a later turn continues more than a prompt
+        return usual if length <= usual else self._fixed_length

@@ -1,6 +1,9 @@
 """The forward of the model as the decoder uses it: a prefill of whole sequences, several new tokens behind what slots
 hold, and a decode step of one token per slot. All return logits.
 
+A token has a place, which is where its key and value are kept, and a position, which is what the model is told. They
+are the same unless an image comes before the token (`image_inputs.py`).
+
 Guarantees: only the last position of a sequence goes through the output layer; a decode step reads nothing back from
 the device, and the others do not wait for it either.
 """
@@ -23,9 +26,11 @@ from trl_a3po.engines.transformers.attention import (
     install_slot_attention,
 )
 from trl_a3po.engines.transformers.cache import NewTokens, PrefillCache, SlotCache, SlotExtension
+from trl_a3po.engines.transformers.image_inputs import ImageInputs
 from trl_a3po.models.attention_shape import head_dim
 from trl_a3po.models.flash_kernels import kernel_refusal
 from trl_a3po.models.unwrap import base_model
+from trl_a3po.protocol.images import PromptImages
 
 Mask = torch.Tensor | dict[str, torch.Tensor]
 """What to add to attention scores, for all layers or by layer type."""
@@ -35,7 +40,7 @@ class ModelForward:
     """Prefill and decode on `model`.
 
     Args:
-        model: a causal language model, or a `PeftModel` around one.
+        model: a causal language model, which may read images, or a `PeftModel` around one.
         device: where the model lives; `None`: the device of its embeddings.
         deterministic: use the attention backend that does not depend on the batch.
 
@@ -60,6 +65,7 @@ class ModelForward:
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self.vocab_size = weight.shape[0]  # not `num_embeddings`, which an adapted embedding does not have
         self.context: int | None = getattr(config, "max_position_embeddings", None)
+        self.image_inputs = ImageInputs(base, self.device)
         self._slot_attention = base.config._attn_implementation in (PLAIN, SLOTS) and (
             self.device.type == "cuda" and not deterministic
         )
@@ -80,6 +86,17 @@ class ModelForward:
         logits, cache = self._prefill(sequences, pad_to, kept)
         return logits[tuple(self._sent(picked))], cache
 
+    def prefill_images(
+        self, sequence: Sequence[int], images: PromptImages, pad_to: int
+    ) -> tuple[torch.Tensor, PrefillCache, int, int]:
+        """As `prefill`, of one sequence that begins with a prompt with images: the logits `(V,)`, the keys and values,
+        the sequence's row in them, and how far the positions of the tokens that follow are ahead of their places."""
+        ids = self._padded([sequence], pad_to)
+        fields = images.over(pad_to, self.device)
+        positions, ahead = self.image_inputs.places(ids, fields, len(sequence))
+        cache, last = PrefillCache(), self._sent(torch.tensor([len(sequence) - 1]))
+        return self._forward(ids, last, cache, None, positions, **fields)[0, 0], cache, 0, ahead
+
     def extend(
         self,
         sequences: Sequence[Sequence[int]],
@@ -87,6 +104,7 @@ class ModelForward:
         cache: SlotCache,
         slots: Sequence[int],
         starts: Sequence[int],
+        ahead: Sequence[int],
     ) -> torch.Tensor:
         """The logits `(P, V)` after the last of each slot's new tokens, whose keys and values are put into `cache`.
 
@@ -94,20 +112,23 @@ class ModelForward:
             sequences: P of them, the new tokens of each slot.
             pad_to: at least the length of the longest.
             slots: P of them.
-            starts: the position of each slot's first new token. What the slot holds before it is kept.
+            starts: the place of each slot's first new token. What the slot holds before it is kept.
+            ahead: how far the positions of each slot's tokens are ahead of their places.
         """
         kept, picked = _last_positions(sequences)
         lengths = [len(sequence) for sequence in sequences]
         real = [(row, column) for row, length in enumerate(lengths) for column in range(length)]
         rows, columns = self._sent(torch.tensor(real)).T
-        first, last = self._sent(torch.tensor([starts, [n + k - 1 for n, k in zip(starts, lengths, strict=True)]]))
-        # Padding sits at the last position of its row, which is one that the model has.
-        positions = torch.minimum(first[:, None] + torch.arange(pad_to, device=self.device), last[:, None])
+        ends = [n + k - 1 for n, k in zip(starts, lengths, strict=True)]
+        first, last, lead = self._sent(torch.tensor([starts, ends, ahead]))
+        # Padding sits at the last place of its row, whose position is one that the model has.
+        places = torch.minimum(first[:, None] + torch.arange(pad_to, device=self.device), last[:, None])
         length = max(start + new for start, new in zip(starts, lengths, strict=True))
         cache.reserve(length)
-        new = NewTokens(self._sent(torch.tensor(slots)), rows, columns, positions[rows, columns], length)
+        new = NewTokens(self._sent(torch.tensor(slots)), rows, columns, places[rows, columns], length)
         ids, logits_at = self._padded(sequences, pad_to), self._sent(torch.tensor(kept))
-        logits = self._forward(ids, logits_at, SlotExtension(cache, new), self._masks(positions, length), positions)
+        positions = self.image_inputs.positions(places + lead[:, None])
+        logits = self._forward(ids, logits_at, SlotExtension(cache, new), self._masks(places, length), positions)
         return logits[tuple(self._sent(picked))]
 
     def prefill_cache(self, sequences: Sequence[Sequence[int]], pad_to: int) -> PrefillCache:
@@ -119,7 +140,7 @@ class ModelForward:
     ) -> tuple[torch.Tensor, PrefillCache]:
         """The logits `(P, len(kept), V)` at the positions `kept`, and the keys and values."""
         cache = PrefillCache()
-        positions = torch.arange(pad_to, device=self.device)[None]
+        positions = self.image_inputs.positions(torch.arange(pad_to, device=self.device)[None])
         logits_at = self._sent(torch.tensor(kept))
         return self._forward(self._padded(sequences, pad_to), logits_at, cache, None, positions), cache
 
@@ -129,7 +150,7 @@ class ModelForward:
     def completion_logits(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> torch.Tensor:
         """The logits `(T, V)` that each of the T completion tokens is drawn from, by one forward over the whole."""
         ids = torch.tensor([[*prompt_ids, *completion_ids[:-1]]], device=self.device)
-        positions = torch.arange(ids.shape[1], device=self.device)[None]
+        positions = self.image_inputs.positions(torch.arange(ids.shape[1], device=self.device)[None])
         return self._forward(ids, len(completion_ids), PrefillCache(), None, positions)[0]
 
     def reads_whole_capacity(self, cache: SlotCache) -> bool:
@@ -137,23 +158,26 @@ class ModelForward:
         sequence by itself."""
         return self._flash and cache.same_width
 
-    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache, length: int) -> torch.Tensor:
-        """Logits `(N, V)` of the first N slots after `tokens` `(N,)` at `positions` `(N,)`, all below `length`."""
-        cache.aim(positions, length)
-        places = positions[:, None]
+    def decode(
+        self, tokens: torch.Tensor, places: torch.Tensor, ahead: torch.Tensor, cache: SlotCache, length: int
+    ) -> torch.Tensor:
+        """Logits `(N, V)` of the first N slots after `tokens` `(N,)` at `places` `(N,)`, all below `length`, whose
+        positions are `ahead` `(N,)` of these."""
+        cache.aim(places, length)
+        positions = self.image_inputs.positions((places + ahead)[:, None])
         if self.reads_whole_capacity(cache):
             nothing = torch.empty(NO_MASK, dtype=self._dtype, device=self.device)
-            with attending_to(SlotSequences.of(positions, length)):
-                return self._forward(tokens[:, None], 1, cache, nothing, places)[:, -1]
-        return self._forward(tokens[:, None], 1, cache, self._masks(places, length), places)[:, -1]
+            with attending_to(SlotSequences.of(places, length)):
+                return self._forward(tokens[:, None], 1, cache, nothing, positions)[:, -1]
+        return self._forward(tokens[:, None], 1, cache, self._masks(places[:, None], length), positions)[:, -1]
 
-    def _masks(self, positions: torch.Tensor, length: int) -> Mask:
-        """For tokens at `positions` `(N, E)` of sequences of at most `length`."""
-        places, positions = torch.arange(length, device=self.device), positions[:, :, None]
-        filled = places <= positions
+    def _masks(self, places: torch.Tensor, length: int) -> Mask:
+        """For tokens at `places` `(N, E)` of sequences of at most `length`."""
+        keys, places = torch.arange(length, device=self.device), places[:, :, None]
+        filled = keys <= places
         if self._window is None:
             return self._mask(filled)
-        sliding = self._mask(filled & (places > positions - self._window))
+        sliding = self._mask(filled & (keys > places - self._window))
         if not self._by_layer_type:
             return sliding
         return {"full_attention": self._mask(filled), "sliding_attention": sliding}
@@ -169,6 +193,7 @@ class ModelForward:
         cache: PrefillCache | SlotCache | SlotExtension,
         mask: Mask | None,
         positions: torch.Tensor,
+        **images: torch.Tensor,
     ) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH) if self._deterministic else nullcontext():
             output = self._model(
@@ -178,6 +203,7 @@ class ModelForward:
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
                 **{self._cache_name: cache},
+                **images,
             )
         logits: torch.Tensor = output.logits
         return logits

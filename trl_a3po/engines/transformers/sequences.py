@@ -15,11 +15,13 @@ PREFILL_TOKENS = 8192
 
 @dataclass(slots=True, eq=False)
 class Prefilled:
-    """A prompt's logits `(V,)` after its last token, and its row in the cache of the forward that computed them."""
+    """A prompt's logits `(V,)` after its last token, its row in the cache of the forward that computed them, and how
+    far the positions of the tokens that follow are ahead of their places."""
 
     logits: torch.Tensor
     cache: PrefillCache
     row: int
+    ahead: int = 0
 
     def release_the_batch(self, length: int) -> None:
         """Copy what is this prompt's own, `length` tokens long, so that the rest can be freed."""

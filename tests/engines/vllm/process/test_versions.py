@@ -18,6 +18,7 @@ from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.testing import completion_logps
 
 TEMPERATURE, START_TIMEOUT = 0.8, 300.0
+ROUNDING = 2e-4  # of float32, over hundreds of tokens, in kernels that differ from machine to machine
 SHORT, LONG = 120, 600  # tokens; a real vLLM has sampled few hundred before a publish comes
 SETTINGS = SamplingSettings(SHORT, temperature=TEMPERATURE, seed=5)
 LONGER = SamplingSettings(LONG, temperature=TEMPERATURE, seed=5)
@@ -59,12 +60,19 @@ def check_a_publish_in_the_middle(model, sampling, **engine_settings) -> None:
             for rollout in event.rollouts
         ]
         assert any(set(rollout.versions) == {0, 1} for _, rollout in rollouts)
+        clean: dict[int, list[torch.Tensor]] = {}
         for version, state in states.items():
             model.load_state_dict(state)
-            for request, rollout in rollouts:
-                clean = completion_logps(model, request.prompt_ids, rollout.token_ids, TEMPERATURE).tolist()
-                for logp, stamp, expected in zip(rollout.logps, rollout.versions, clean, strict=True):
-                    assert stamp != version or logp == pytest.approx(expected, rel=1e-5, abs=1e-5)
+            clean[version] = [
+                completion_logps(model, request.prompt_ids, rollout.token_ids, TEMPERATURE)
+                for request, rollout in rollouts
+            ]
+        for number, (_, rollout) in enumerate(rollouts):
+            of_versions = torch.stack([clean[version][number] for version in states])  # (2, T)
+            stamped = of_versions.gather(0, torch.tensor(rollout.versions)[None])[0]
+            assert torch.tensor(rollout.logps).tolist() == pytest.approx(stamped.tolist(), abs=ROUNDING)
+            # So that a wrong stamp is noticed.
+            assert (of_versions[0] - of_versions[1]).abs().median() > 50 * ROUNDING
     finally:
         model.load_state_dict(states[0])
         engine.close()
@@ -104,7 +112,7 @@ def test_a_kept_cache_of_a_real_vllm_is_that_of_the_segments_before():
                 first = rollout.versions[0]
                 clean = completion_logps(model if first else old, (5, 6, 7), rollout.token_ids, TEMPERATURE).tolist()
                 of_first = rollout.versions.count(first)
-                assert rollout.logps[:of_first] == pytest.approx(clean[:of_first], rel=1e-5, abs=1e-5)
+                assert rollout.logps[:of_first] == pytest.approx(clean[:of_first], abs=ROUNDING)
         assert (0, 1) in spans and (1,) in spans
     finally:
         engine.close()

@@ -1,0 +1,219 @@
+"""Images in prompts, for every family: what is recorded is what a clean forward of the stamped weights gives, by the
+model's own positions and masks; images are encoded once per group and version."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.engines.transformers.running import events_of, started, train
+from tests.engines.transformers.test_parked_slots import turn_after
+from tests.engines.transformers.tiny_models import load, moved, run, settings
+from tests.vision import FAMILIES, VOCAB, messages, picture
+from trl_a3po.engines.transformers.decoder import SlotDecoder
+from trl_a3po.protocol.engine import GroupFinished, GroupRequest
+from trl_a3po.protocol.images import PromptImages
+from trl_a3po.publish.collect import collect_weights
+from trl_a3po.testing import completion_logps
+
+LENGTH, TOLERANCE = 8, 1e-4
+PROMPTS = [
+    ("w1 w2 w3", [picture(0)]),
+    ("w4", [picture(1, 30, 16), picture(2, 12, 28)]),
+    ("w5 w6 w7 w8 w9 w1 w2", []),
+    ("w3 w2", [picture(3, 9, 40)]),
+]
+
+
+def image_request(processor, number: int, text: str, pictures, rollouts: int = 3) -> GroupRequest:
+    fields = processor.apply_chat_template(
+        [messages(text, *pictures)],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        processor_kwargs={"return_tensors": "pt"},
+    )
+    ids = fields.pop("input_ids")[0].tolist()
+    del fields["attention_mask"]
+    images = PromptImages(tuple(pictures), dict(fields)) if pictures else None
+    return GroupRequest(number, number, tuple(ids), rollouts, images=images)
+
+
+def requests_of(family: str) -> list[GroupRequest]:
+    processor = FAMILIES[family].processor()
+    return [image_request(processor, number, text, pictures) for number, (text, pictures) in enumerate(PROMPTS)]
+
+
+def decoder_of(model, length: int = LENGTH, **changes) -> SlotDecoder:
+    image_tokens = (5, 7)  # as a trainer has them suppressed: they would be taken for an image
+    sampling = settings(length, suppress_token_ids=image_tokens)
+    return SlotDecoder(model, sampling, **{"slots": 5, "max_prompt_tokens": 120, **changes})
+
+
+def errors(model, request: GroupRequest, rollout) -> torch.Tensor:
+    """How far each recorded log-prob is from a clean forward's."""
+    clean = completion_logps(model, request.prompt_ids, rollout.token_ids, 1.0, request.images)
+    return (clean - torch.tensor(rollout.logps)).abs()
+
+
+class Encoded:
+    """Counts how often a decoder's model encodes images."""
+
+    def __init__(self, decoder: SlotDecoder):
+        self.times = 0
+        forward = decoder._forward
+        prefill = forward.prefill_images
+
+        def counted(*args):
+            self.times += 1
+            return prefill(*args)
+
+        forward.prefill_images = counted
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_of_all_kinds_in_one_batch(family, deterministic):
+    model, requests = FAMILIES[family].model(), requests_of(family)
+    decoder = decoder_of(model, deterministic=deterministic)
+    encoded = Encoded(decoder)
+    groups = run(decoder, requests)
+    for request in requests:
+        for rollout in groups[request.request_id]:
+            assert errors(model, request, rollout).max() < TOLERANCE
+    assert encoded.times == 3  # the fourth prompt has no image
+    # So that an image that is not looked at is noticed.
+    fields = requests[0].images.fields
+    blind = replace(requests[0], images=PromptImages((), {**fields, "pixel_values": -fields["pixel_values"]}))
+    assert max(errors(model, blind, rollout).max() for rollout in groups[0]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputed_rollouts_are_those_of_the_weights_they_are_stamped_with(family, deterministic):
+    model, requests = FAMILIES[family].model(), requests_of(family)
+    versions = {0: FAMILIES[family].model(), 3: moved(model)}
+    decoder = decoder_of(model, slots=7, kv_on_publish="recompute", deterministic=deterministic)
+    encoded = Encoded(decoder)
+    for request in requests:
+        decoder.submit(request)
+    groups = {}
+    for step in range(100):
+        if step == 3:
+            load(model, versions[3])
+            decoder.set_version(3)
+        groups |= {group.request_id: group.rollouts for group in decoder.step()}
+    stamps = set()
+    for request in requests:
+        for rollout in groups[request.request_id]:
+            stamps.add(tuple(sorted(set(rollout.versions))))
+            for version, clean in versions.items():
+                error, stamped = errors(clean, request, rollout), torch.tensor(rollout.versions) == version
+                assert error[stamped].numel() == 0 or error[stamped].max() < TOLERANCE
+                assert error[~stamped].numel() == 0 or error[~stamped].max() > 20 * TOLERANCE
+    assert stamps == {(0, 3), (3,)}
+    if not deterministic:
+        # Two prompts with images are under way at the publish, the third begins after it.
+        assert encoded.times == 2 + 2 + 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kept_cache_is_that_of_the_weights_before(family):
+    """The tokens before a publish are those of the old weights; rollouts that begin after it, of the new ones."""
+    model, requests = FAMILIES[family].model(), requests_of(family)
+    versions = {0: FAMILIES[family].model(), 3: moved(model)}
+    decoder = decoder_of(model, slots=7)
+    for request in requests:
+        decoder.submit(request)
+    groups = {}
+    for step in range(100):
+        if step == 3:
+            load(model, versions[3])
+            decoder.set_version(3)
+        groups |= {group.request_id: group.rollouts for group in decoder.step()}
+    for request in requests:
+        for rollout in groups[request.request_id]:
+            of_first = rollout.versions.count(rollout.versions[0])
+            assert errors(versions[rollout.versions[0]], request, rollout)[:of_first].max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_later_turn_goes_on_in_its_parked_slot_unless_it_shows_another_image(family):
+    processor, model = FAMILIES[family].processor(), FAMILIES[family].model()
+    decoder = decoder_of(model, length=24)
+    encoded = Encoded(decoder)
+    first = replace(requests_of(family)[0], max_new_tokens=4, first_episode=10)
+    begun = run(decoder, [first])[0]
+    assert encoded.times == 1
+    known = (*begun[1].token_ids, 30, 31)
+    text = replace(turn_after(first, 1, known, request_id=7, tokens=5), images=first.images)
+    (second,) = run(decoder, [text])[7]
+    assert encoded.times == 1, "the slot was parked"
+    assert errors(model, text, second).max() < TOLERANCE
+
+    shown = image_request(processor, 8, "w1 w2 w3 w4", [picture(0), picture(5, 14, 30)], rollouts=1)
+    another = replace(shown, first_rollout=1, first_position=9, first_episode=11)
+    (third,) = run(decoder, [another])[8]
+    assert encoded.times == 2
+    assert errors(model, another, third).max() < TOLERANCE
+
+
+def test_images_stay_with_a_slot_that_is_moved_and_one_that_is_evicted():
+    """Qwen's positions are ahead of their places by another number in every slot."""
+    model, requests = FAMILIES["qwen3_vl"].model(), requests_of("qwen3_vl")
+    decoder = decoder_of(model, length=30, slots=3)
+    wanted = [
+        replace(request, max_new_tokens=3 + 5 * (number % 3), first_episode=10 * number)
+        for number, request in enumerate(requests * 3)
+    ]
+    wanted = [replace(request, request_id=number, noise_key=number) for number, request in enumerate(wanted)]
+    groups = run(decoder, wanted)
+    for request in wanted:
+        for rollout in groups[request.request_id]:
+            assert errors(model, request, rollout).max() < TOLERANCE
+    again = [
+        turn_after(request, 2, (*groups[number][2].token_ids, 33), request_id=50 + number, tokens=4)
+        for number, request in enumerate(wanted)
+    ]
+    turns = run(decoder, again)
+    for request in again:
+        assert errors(model, request, turns[request.request_id][0]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
+def test_in_a_process_with_a_publish(lora):
+    """Two families whose positions and masks are their own; everything is trained, the vision tower too."""
+    for family in ("qwen2_5_vl", "gemma3"):
+        model = FAMILIES[family].model()
+        if lora:
+            model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        engine = started(model, 40, kv_on_publish="recompute")
+        requests = requests_of(family)
+        try:
+            for round_, first in enumerate((0, 10)):
+                asked = [replace(request, request_id=first + request.request_id) for request in requests]
+                engine.submit(asked)
+                events = events_of(engine, [request.request_id for request in asked])
+                for request in asked:
+                    event = events[request.request_id]
+                    assert isinstance(event, GroupFinished)
+                    for rollout in event.rollouts:
+                        assert set(rollout.versions) == {round_}
+                        if not {5, 7} & set(rollout.token_ids):
+                            assert errors(model, request, rollout).max() < TOLERANCE
+                train(model)
+                engine.publish(collect_weights(model, 1, complete=False))
+        finally:
+            engine.close()
+
+
+def test_fields_of_another_model_or_prompt_are_refused():
+    model, (request, *_) = FAMILIES["gemma3"].model(), requests_of("qwen2_5_vl")
+    decoder = decoder_of(model)
+    with pytest.raises(ValueError, match=r"'image_grid_thw'.* which Gemma3ForConditionalGeneration does not take"):
+        decoder.submit(request)
+    (request, *_) = requests_of("gemma3")
+    with pytest.raises(ValueError, match=r"token_type_ids has .* values for a prompt of 4 tokens"):
+        decoder.submit(replace(request, prompt_ids=request.prompt_ids[:4]))
+    assert decoder.idle and max(request.prompt_ids) < VOCAB
