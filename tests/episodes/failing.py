@@ -8,12 +8,13 @@ import time
 
 
 class World:
-    """Draws, from a seed, what fails."""
+    """Draws, from a seed, what fails, and counts `faults` and, of those that hang, the `hung_seconds`."""
 
     def __init__(self, seed: int, chance: float, hangs: bool = False):
         self._random, self._lock = random.Random(seed), threading.Lock()
         self._chance, self._hangs = chance, hangs
         self.over = threading.Event()
+        self.faults, self.hung_seconds = 0, 0.0
         self.made: list = []
         self.used_after_close = False
 
@@ -23,8 +24,12 @@ class World:
         if delay < 0.1:
             time.sleep(delay / 20)
         if draw < self._chance:
+            began = time.monotonic()
             if self._hangs and delay < 0.5 and what != "factory":
                 self.over.wait(60)
+            with self._lock:
+                self.faults += 1
+                self.hung_seconds += time.monotonic() - began
             raise ConnectionError(what)
 
     def environment(self):

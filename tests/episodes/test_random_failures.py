@@ -38,8 +38,9 @@ def test_every_prompt_is_trained_once_or_reported_and_every_instance_closed_once
     train(seed, chance)
 
 
-def train(seed: int, chance: float, *, hangs: bool = False, apart: bool = False) -> bool:
-    """A run in which `chance` of what can fail fails. Returns whether it ended with `GenerationFailed`.
+def train(seed: int, chance: float, *, hangs: bool = False, apart: bool = False) -> tuple[bool, World]:
+    """A run in which `chance` of what can fail fails. Returns whether it ended with `GenerationFailed`, and what
+    failed in this process.
 
     Args:
         hangs: what can fail may also hang, until long after the run.
@@ -101,7 +102,7 @@ def train(seed: int, chance: float, *, hangs: bool = False, apart: bool = False)
     assert pool.open == 0 and not world.used_after_close
     outcomes = queue.outcomes()
     assert outcomes.open_prompts == outcomes.open_attempts == 0 and outcomes.count("trained") == len(trained)
-    return reported
+    return reported, world
 
 
 @pytest.mark.slow
@@ -111,15 +112,22 @@ def test_a_long_run_of_random_failures_leaves_no_thread_file_or_process():
     until_time = time.monotonic() + 60 * float(os.environ.get("TRL_A3PO_FAULT_MINUTES", "3"))
     train(0, 0.1)
     train(0, 0.1, apart=True)
-    threads, files, runs, reported = threading.active_count(), open_files(), 0, 0
+    threads, files = threading.active_count(), open_files()
+    runs = reported = faults = 0
+    hung = 0.0
     while time.monotonic() < until_time:
         runs += 1
         chance = [0.02, 0.1, 0.3][runs % 3]
-        reported += train(runs, chance, hangs=runs % 4 == 1, apart=runs % 8 == 2)
+        ended_early, world = train(runs, chance, hangs=runs % 4 == 1, apart=runs % 8 == 2)
+        reported += ended_early
         until(lambda: threading.active_count() <= threads)
         until(lambda: open_files() <= files)
         assert not children(), "a process is left"
-    print(f"{runs} runs, of which {reported} ended with GenerationFailed, left no thread, file or process.")
+        faults, hung = faults + world.faults, hung + world.hung_seconds  # once nothing hangs any more
+    print(
+        f"{runs} runs with {faults} faults, which hung for {hung:.0f} s in all; {reported} runs ended with "
+        "GenerationFailed, and none left a thread, file or process."
+    )
     assert runs > reported > 0
 
 
