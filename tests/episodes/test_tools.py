@@ -177,6 +177,46 @@ def test_many_slow_tools_wait_at_the_same_time(running):
     assert len(rollouts_of(runner, group(24))) == 24 and len(peak) == 24
 
 
+class Waiting(Plain):
+    """Its tool waits until all episodes of the test wait in theirs."""
+
+    async def tool(self):
+        """Waits for the others."""
+        self.calls += 1
+        await self.together.wait()
+        return self.calls
+
+
+def test_256_episodes_with_slow_tools_wait_at_the_same_time_and_are_closed(running):
+    """If any of them waited for another one to end, none would."""
+    together, made, threads = asyncio.Barrier(256), Instances(Waiting), threading.active_count()
+    Waiting.together = together
+    runner, _, pool = running(one_call(), factories={None: made})
+    events = played(runner, *(group(4, key=key) for key in range(64)))
+    assert all(isinstance(event, GroupFinished) for event in events)
+    most = threading.active_count() - threads
+    assert len(made.made) == 256 and most <= 256 + 2  # one for each environment and the runner's own
+    runner.close()
+    assert made.closes == [1] * 256 and pool.open == 0
+    until(lambda: threading.active_count() <= threads)
+
+
+def test_synchronous_tools_of_256_episodes_have_at_most_tool_threads_threads(running):
+    """The tools of as many episodes wait for one another, as often as it takes."""
+    together, threads, most = threading.Barrier(64, timeout=60), threading.active_count(), []
+
+    def slow():
+        """Waits for the others."""
+        together.wait()
+        most.append(threading.active_count())
+        return "x"
+
+    runner, _, _ = running(one_call("slow"), [slow])  # tool_threads is 64
+    events = played(runner, *(group(4, key=key) for key in range(64)))
+    assert all(isinstance(event, GroupFinished) for event in events)
+    assert len(most) == 256 and max(most) <= threads + 64 + 1  # and the runner's own
+
+
 def test_an_environment_is_used_again_after_its_group_was_scored_and_closed_once(running):
     made = Instances(Plain)
     runner, play, pool = running(one_call(), factories={None: made})
