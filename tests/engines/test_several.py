@@ -11,7 +11,7 @@ from tests.tiny import save_tiny_model, tiny_config, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.engines.several import SeveralEngines
 from trl_a3po.errors import DeliveryError
-from trl_a3po.protocol.engine import GroupRequest, SamplingSettings
+from trl_a3po.protocol.engine import EngineStats, GroupRequest, SamplingSettings
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.testing import StubEngine
 
@@ -51,6 +51,14 @@ def test_later_turns_go_to_the_engine_that_sampled_the_first_until_the_episode_i
     several.end_episodes([3])
     several.submit(later[2:])
     assert [r.request_id for r in one.requests] == [0, 4]
+
+
+def test_what_the_engines_count_is_added_up():
+    engines = [StubEngine(COMPLETE), StubEngine(COMPLETE)]
+    for engine, counted in zip(engines, (2, 5), strict=True):
+        engine.stats = lambda counted=counted: EngineStats(tokens=counted, turns_prefilled_again=10 * counted)
+    stats = SeveralEngines(engines).stats()
+    assert (stats.tokens, stats.turns_prefilled_again) == (7, 70)
 
 
 def test_a_cancelled_request_is_no_load():

@@ -15,6 +15,7 @@ from tests.runs import GENERATIONS, TakeRecorder, build, logged
 from tests.workers.processes import is_gone
 from trl_a3po import A3POTrainer, EpisodeResult
 from trl_a3po.errors import GenerationFailed, StallError
+from trl_a3po.protocol.engine import EngineStats
 from trl_a3po.testing import StubEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
@@ -169,8 +170,11 @@ def test_a_tool_may_not_have_the_name_of_an_environments_method(tmp_path):
 
 
 def test_what_episodes_cost_is_logged(tmp_path):
-    trainer = trainer_of(tmp_path)
+    engine = StubEngine(play)
+    engine.stats = lambda: EngineStats(turns_prefilled_again=3)
+    trainer = trainer_of(tmp_path, engine=engine)
     trainer.train()
+    assert logged(trainer, "a3po/engine/turns_prefilled_again") == [3.0, 3.0]
     assert logged(trainer, "a3po/episodes/turns") == [2.5, 2.5]
     assert logged(trainer, "a3po/episodes/cut_off") == logged(trainer, "a3po/episodes/tool_timeouts") == [0.0, 0.0]
     assert all(seconds >= 0 for seconds in logged(trainer, "a3po/episodes/tool_seconds"))

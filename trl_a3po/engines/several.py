@@ -83,6 +83,7 @@ class SeveralEngines:
             busy_seconds=sum(stats.busy_seconds for stats in every) / len(every),
             active_rollouts=sum(stats.active_rollouts for stats in every),
             waiting_requests=sum(stats.waiting_requests for stats in every),
+            turns_prefilled_again=sum(stats.turns_prefilled_again for stats in every),
             restarts=sum(stats.restarts for stats in every),
             publish_seconds=sum(stats.publish_seconds for stats in every),
             awaits_publish=any(stats.awaits_publish for stats in every),

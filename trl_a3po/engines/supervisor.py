@@ -192,6 +192,7 @@ class Supervisor:
             return replace(
                 now,
                 tokens=now.tokens + before.tokens,
+                turns_prefilled_again=now.turns_prefilled_again + before.turns_prefilled_again,
                 busy_seconds=now.busy_seconds + before.busy_seconds,
                 waiting_requests=now.waiting_requests + self._requests.unsent,
                 is_stopped=is_stopped,
@@ -277,8 +278,9 @@ class Supervisor:
                 self._requests.answer(key, (answer, version))
             case ("warning", text):
                 logger.warning("%s", text)
-            case ("progress", tokens, busy_seconds, active_rollouts, waiting_requests):
+            case ("progress", tokens, turns_prefilled_again, busy_seconds, active_rollouts, waiting_requests):
                 self._stats.tokens = tokens
+                self._stats.turns_prefilled_again = turns_prefilled_again
                 self._stats.busy_seconds = busy_seconds
                 self._stats.active_rollouts = active_rollouts
                 self._stats.waiting_requests = waiting_requests
@@ -306,6 +308,7 @@ class Supervisor:
         how = worker.reap(_END_TIMEOUT, fault=fault)
         with self._changed:
             self._before.tokens += self._stats.tokens
+            self._before.turns_prefilled_again += self._stats.turns_prefilled_again
             self._before.busy_seconds += self._stats.busy_seconds
             self._stats = EngineStats(restarts=self._stats.restarts)
             if not closing:

@@ -47,6 +47,9 @@ class Decoder(Protocol):
     @property
     def waiting_requests(self) -> int: ...
 
+    @property
+    def turns_prefilled_again(self) -> int: ...
+
     def submit(self, request: "GroupRequest") -> None:
         """Raises `ValueError` for a request that cannot be served."""
 
@@ -149,9 +152,9 @@ class _Server:
         if self._events or beat:
             # Events do not put the next beat off: right after them the slots may happen to be empty every time.
             self._reported = time.monotonic() if beat else self._reported
-            self._channel.send(
-                ("progress", decoder.tokens, self._busy_seconds, decoder.active_rollouts, decoder.waiting_requests)
-            )
+            counts = decoder.tokens, decoder.turns_prefilled_again
+            now = decoder.active_rollouts, decoder.waiting_requests
+            self._channel.send(("progress", *counts, self._busy_seconds, *now))
         if self._events:
             self._channel.send(("events", self._events))
             self._events = []

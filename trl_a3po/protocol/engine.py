@@ -132,6 +132,8 @@ class EngineStats:
         busy_seconds: time spent prefilling or decoding.
         active_rollouts: completions being decoded now.
         waiting_requests: requests received but not started.
+        turns_prefilled_again: later turns of which nothing was kept, so that their whole context was read again; 0
+            from an engine that does not count them.
         restarts: times a worker was started again after it died.
         publish_seconds: duration of the last publish, as the trainer felt it.
         awaits_publish: nothing is sampled until weights are published once more, also under the version that was
@@ -145,6 +147,7 @@ class EngineStats:
     busy_seconds: float = 0.0
     active_rollouts: int = 0
     waiting_requests: int = 0
+    turns_prefilled_again: int = 0
     restarts: int = 0
     publish_seconds: float = 0.0
     awaits_publish: bool = False

@@ -53,8 +53,11 @@ class TakeMetrics:
             sum(group.score.seconds for group in groups if group.score is not None),
             first=first,
         )
-        for name, value in _episode_metrics(groups).items():
+        episodes = _episode_metrics(groups)
+        for name, value in episodes.items():
             metrics[name].append(value)
+        if episodes and not self._is_vllm:
+            metrics["a3po/engine/turns_prefilled_again"] = [float(engine.turns_prefilled_again)]
         metrics["a3po/queue/ready"].append(float(status.ready))
         metrics["a3po/queue/outstanding"].append(float(status.outstanding))
         metrics["a3po/engine/tokens_per_second"].append(engine.tokens / max(engine.busy_seconds, 1e-9))

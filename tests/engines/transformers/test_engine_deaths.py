@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,6 +94,24 @@ def test_weights_published_to_a_worker_that_dies_before_loading_them_are_served_
     survivor.kill()
     requests = survivor.submitted(prompts(3))
     survivor.assert_serves_current_weights(requests)
+
+
+def test_a_turn_whose_slot_was_lost_with_a_worker_is_prefilled_again_and_counted(survivor):
+    before = survivor.engine.stats().turns_prefilled_again
+
+    def played(prompt_ids, turn):
+        (one,) = survivor.requests([prompt_ids])
+        one = replace(one, first_episode=7, first_position=4 * turn, max_new_tokens=3)
+        survivor.engine.submit([one])
+        (rollout,) = events_of(survivor.engine, [one.request_id])[one.request_id].rollouts
+        return (*prompt_ids, *rollout.token_ids, 9)
+
+    second = played(played((5, 6, 7), 0), 1)
+    survivor.kill()
+    played(second, 2)
+    until(lambda: survivor.engine.stats().turns_prefilled_again == before + 1)
+    survivor.kill()
+    assert survivor.engine.stats().turns_prefilled_again == before + 1
 
 
 def test_a_worker_that_hangs_is_named_by_publish_and_blocks_no_submit(survivor, monkeypatch):

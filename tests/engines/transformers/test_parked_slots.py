@@ -153,6 +153,7 @@ def test_weights_may_be_published_while_a_tool_runs(name, mode, capture):
 
     played = play(decoder, episodes=True, before=publish)
     assert (forwards.prefilled, forwards.extended) == ((2, 8) if mode == "keep" else (10, 0))
+    assert decoder.turns_prefilled_again == (0 if mode == "keep" else 8)
     for parts in played:
         assert [set(turn.versions) for _, turn in parts] == [{0}, {1}, {2}]
         recorded = torch.tensor([logp for _, turn in parts for logp in turn.logps])
@@ -206,7 +207,7 @@ def test_a_parked_slot_is_free_for_others_and_the_one_parked_longest_is_taken_fi
     forwards = Forwards(decoder)
     for one in asked:
         assert_same([[((), rollout)] for rollout in run(decoder, [one])[one.request_id]], [[((), *clean(model, one))]])
-    assert (forwards.prefilled, forwards.extended) == (1, 1)
+    assert (forwards.prefilled, forwards.extended) == (1, 1) and decoder.turns_prefilled_again == 1
 
 
 def test_episodes_that_wait_hold_no_slot_and_their_turns_come_before_prompts():

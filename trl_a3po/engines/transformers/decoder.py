@@ -106,6 +106,7 @@ class SlotDecoder:
         rows = -(-slots // _DETERMINISTIC_ROWS) * _DETERMINISTIC_ROWS if deterministic else slots
         self._version = version
         self._tokens = 0
+        self._turns_prefilled_again = 0
         self._cache_is_stale = False
         self._groups: dict[int, DecodedGroup] = {}
         self._waiting: deque[DecodedGroup] = deque()
@@ -151,6 +152,11 @@ class SlotDecoder:
     def tokens(self) -> int:
         """Completion tokens sampled so far, those of cancelled requests included."""
         return self._tokens
+
+    @property
+    def turns_prefilled_again(self) -> int:
+        """Later turns that began without a parked slot."""
+        return self._turns_prefilled_again
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a request; costs no forward.
@@ -287,6 +293,7 @@ class SlotDecoder:
                 break
             group = self._waiting[0]
             starts.append((free.popleft() if free else self._parked.evict(), group.start_next()))
+            self._turns_prefilled_again += group.request.first_position > 0
             if group.all_started:
                 self._waiting.popleft()
         return starts

@@ -109,6 +109,7 @@ class VLLMDecoder:
         self._running: dict[str, _Rollout] = {}
         self._events: list[EngineEvent] = []
         self.tokens = 0
+        self.turns_prefilled_again = 0  # vLLM knows it and does not say
         core.version = version
 
     @property
