@@ -17,7 +17,7 @@ from tests.chaos.asked import Reward, misbehave_in_dataset
 from tests.chaos.faults import FAULTS, REWARD_TIMEOUT
 from tests.killed_run import Traced, note
 from tests.tiny import VOCAB, tiny_prompts
-from tests.workers.processes import until
+from tests.workers.processes import children, until
 from trl_a3po import A3POConfig
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.choose_checkpoint import newest_valid
@@ -60,11 +60,7 @@ class Life(TrainerCallback):
 
     @property
     def reward_pids(self) -> list[int]:
-        pids: list[str] = []
-        for children in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-                pids += children.read_text().split()
-        return [int(pid) for pid in pids if b"trl_a3po.rewards.worker" in _command(pid)]
+        return [pid for pid in children() if b"trl_a3po.rewards.worker" in _command(pid)]
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self._begun is None:
@@ -196,7 +192,7 @@ def _check_left(folder: Path, plan: dict[str, Any], before: tuple[set[str], set[
     note(folder, left=left())
 
 
-def _command(pid: str) -> bytes:
+def _command(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

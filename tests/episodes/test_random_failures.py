@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from functools import partial
-from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -17,7 +16,7 @@ from tests.episodes.chat import TOKENIZER, call, results_in, said
 from tests.episodes.failing import Apart, World
 from tests.episodes.playing import ScriptedEngine, tool_runner
 from tests.rollout.queue_fakes import update
-from tests.workers.processes import is_gone, until
+from tests.workers.processes import children, is_gone, until
 from trl_a3po.errors import GenerationFailed
 from trl_a3po.protocol.records import Score
 from trl_a3po.rollout.prompt_stream import PromptStream
@@ -122,7 +121,7 @@ def test_a_long_run_of_random_failures_leaves_no_thread_file_or_process():
         reported += ended_early
         until(lambda: threading.active_count() <= threads)
         until(lambda: open_files() <= files)
-        assert not children(), "a process is left"
+        assert not [pid for pid in children() if not is_gone(pid)], "a process is left"
         faults, hung = faults + world.faults, hung + world.hung_seconds  # once nothing hangs any more
     print(
         f"{runs} runs with {faults} faults, which hung for {hung:.0f} s in all; {reported} runs ended with "
@@ -133,8 +132,3 @@ def test_a_long_run_of_random_failures_leaves_no_thread_file_or_process():
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def children() -> list[str]:
-    tasks = Path("/proc/self/task").glob("*/children")
-    return [pid for task in tasks for pid in task.read_text().split() if not is_gone(int(pid))]

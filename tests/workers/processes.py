@@ -1,9 +1,11 @@
 """What tests ask about processes."""
 
+import contextlib
 import os
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 TIMEOUT = 60.0
 
@@ -28,6 +30,15 @@ def is_gone(pid: int) -> bool:
 def is_reaped(pid: int) -> bool:
     """Whether not even a zombie is left of the process."""
     return not os.path.exists(f"/proc/{pid}")
+
+
+def children() -> list[int]:
+    """Processes that this process has started and not reaped."""
+    pids: list[str] = []
+    for started in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            pids += started.read_text().split()
+    return [int(pid) for pid in pids]
 
 
 def own_shared_memory(size: str) -> list[str]:
