@@ -6,9 +6,8 @@ Guarantees: what an engine samples from and what the trainer trains on are the s
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a reward worker, which has no use for images, starts without torch
+    import torch
     from PIL.Image import Image
 
 PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
@@ -26,11 +25,13 @@ class PromptImages:
     """
 
     images: tuple["Image", ...]
-    fields: dict[str, torch.Tensor]
+    fields: "dict[str, torch.Tensor]"
 
-    def over(self, length: int, device: torch.device) -> dict[str, torch.Tensor]:
+    def over(self, length: int, device: "torch.device") -> "dict[str, torch.Tensor]":
         """The fields on `device` for a sequence of `length` tokens that begins with the prompt: those with a value per
         token are extended by text."""
+        import torch
+
         fields = {name: field.to(device, non_blocking=True) for name, field in self.fields.items()}
         for name in PER_TOKEN:
             if name in fields:
