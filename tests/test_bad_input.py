@@ -133,7 +133,8 @@ BUILT = {
         "train_dataset has a column 'completions', but every reward function receives an argument of that name"),
     "images column": (
         None, {"train_dataset": tiny_prompts().add_column("images", [None] * 32)}, ValueError,
-        "train_dataset has images, which are not supported yet: remove the column."),
+        "train_dataset has a column 'images', but processing_class is a TokenizersBackend, which cannot show "
+        "images: pass the processor of a vision-language model"),
     "fewer rows than a batch": (
         None, {"train_dataset": tiny_prompts(1)}, ValueError, "train_dataset has 1 rows, fewer than the 2 prompts"),
     "no rows": (
@@ -215,9 +216,9 @@ BUILT = {
         lambda: model_of(AutoModelForCausalLM, GPT2Config(
             vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=1, n_head=4, eos_token_id=1, bos_token_id=None)),
         {}, ValueError, "The log-probs of a 'gpt2' model change by up to"),
-    "a processor of images": (
+    "a processor without images": (
         None, {"processing_class": Processor()}, ValueError,
-        "processing_class is a Processor: multimodal models are not supported yet"),
+        "processing_class is a Processor, which prepares no images"),
     "virtual tokens": (
         None, {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)}, ValueError,
         "peft_config is a PromptTuningConfig"),
@@ -291,7 +292,7 @@ RUN = {
     "a message with an image": (
         {"train_dataset": stream({"prompt": IMAGE}, {"prompt": IMAGE}), "processing_class": chat_tokenizer()},
         ValueError,
-        "A message contains image, but only text is supported yet"),
+        "A message contains an image, but processing_class is a TokenizersBackend, which cannot show it"),
     "a stream without prompts": (
         {"train_dataset": stream(*[{"question": "w1"}] * 4)}, ValueError, "the columns question, but no 'prompt'"),
     "a stream shorter than a batch": (

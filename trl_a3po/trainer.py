@@ -43,6 +43,7 @@ from trl_a3po.checkpoints.choose_checkpoint import choose_checkpoint, warn_of_ea
 from trl_a3po.checks.arguments import (
     check_arguments,
     check_environments,
+    check_images_in_episodes,
     check_on_group,
     check_outside_training,
     check_processing_class,
@@ -52,6 +53,7 @@ from trl_a3po.checks.arguments import (
 from trl_a3po.checks.changed_arguments import SettingsInUse
 from trl_a3po.checks.completions import check_completions, check_some_reward, has_reward
 from trl_a3po.checks.data import check_columns, check_dataset
+from trl_a3po.checks.images import check_prepared_images
 from trl_a3po.checks.noise import warn_of_noise
 from trl_a3po.checks.overrides import (
     check_begun,
@@ -127,6 +129,7 @@ from trl_a3po.session.closing import close_after_error, end_with_users_line
 from trl_a3po.session.current_batch import CurrentBatch
 from trl_a3po.session.loss_inputs import LossInputs
 from trl_a3po.session.prompt_rows import check_all_rows
+from trl_a3po.session.replayed_images import counted_by_row, images_of, pictures_of, replayed_images, rows_for_trl
 from trl_a3po.session.resuming import RunState, begin_run, load_run
 from trl_a3po.session.sampling import sampling_settings
 from trl_a3po.session.temporarily import temporarily
@@ -161,7 +164,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
 
     Raises:
         ValueError: a setting, an argument or the dataset cannot be used, or is not supported with asynchronous
-            generation: a synchronous `rollout_func`, multimodal models, FSDP.
+            generation: a synchronous `rollout_func`, video and audio, FSDP.
         A3POError: the run cannot continue. `trl_a3po.errors` lists what can be raised while training is under way.
     """
 
@@ -248,13 +251,16 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         aux_loss = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         check_periodic(args, deepspeed=self.is_deepspeed_enabled, aux_loss=aux_loss)
         check_processing_class(self.processing_class)
+        check_images_in_episodes(self.processing_class, runs_episodes=runs_episodes(self))
         check_dataset(args, self.train_dataset, self.processing_class, needs_prompt=not self.environment_factories)
-        check_columns("eval_dataset", self.eval_dataset, needs_prompt=not self.environment_factories)
+        check_columns(
+            "eval_dataset", self.eval_dataset, self.processing_class, needs_prompt=not self.environment_factories
+        )
         prevent_repacking(self.accelerator.unwrap_model(self.model))
         check_overrides(self, A3POTrainer)
         self.on_group = on_group
         models: list[nn.Module] = [self.model] if self.ref_model is None else [self.model, self.ref_model]
-        self._training_forward = TrainingForward(args, self.accelerator, models)
+        self._training_forward = TrainingForward(args, self.accelerator, models, shows_images=self._is_vlm)
         policy = self.accelerator.unwrap_model(self.model)
         check_policy(args, policy, sampling_settings(args, self.generation_config, policy))
         if self.accelerator.is_main_process:
@@ -591,7 +597,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         if rows is None:
             return super()._tokenize_prompts(prompts)
         # Not tokenised again: a chat template with today's date gives other tokens after midnight.
-        return [list(prompt_ids_of(row)) for row in rows], None, {}
+        return [list(prompt_ids_of(row)) for row in rows], pictures_of(rows), {}
 
     def _generate(self, prompts: list[Any]) -> Any:
         rows = None if self.rollout is None else self._current_batch.rows
@@ -655,9 +661,14 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         check_first_preparation(current.rows)
         current.sampled = current.scored = False
         compares = self._starts_comparison()
+        taken = current.rows or []
         # The environments are those of episodes that are being played, and have been reset for them.
-        with self._old_logps_only_if(self.args.recomputes_proximal or compares), self._without_environments():
-            batch = super()._generate_and_score_completions(inputs)
+        with (
+            self._old_logps_only_if(self.args.recomputes_proximal or compares),
+            self._without_environments(),
+            replayed_images(self, taken),
+        ):
+            batch = super()._generate_and_score_completions(rows_for_trl(taken, inputs))
         rows = current.pop_rows()
         check_preparation(
             type(self).__name__,
@@ -667,6 +678,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             sampled=current.sampled,
             scored=current.scored,
         )
+        check_prepared_images(batch, images_of(rows))
+        counted_by_row(batch)
         if compares:
             batch["compared_logps"] = batch.pop("old_per_token_logps")
         number_of_rows, length = batch["completion_ids"].shape

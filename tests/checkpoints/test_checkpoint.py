@@ -22,7 +22,7 @@ from trl_a3po.checkpoints.saved_run import read_run
 from trl_a3po.protocol.engine import GroupFailed, GroupFinished
 from trl_a3po.protocol.records import EpisodeRecord, Rejection, Rollout, Score
 from trl_a3po.rollout.outcomes import Outcomes
-from trl_a3po.rollout.prompt_stream import PromptStream
+from trl_a3po.rollout.prompt_stream import PromptStream, TokenizedPrompt
 from trl_a3po.rollout.queue import GenerationQueue
 from trl_a3po.rollout.queue_core import QueueCore
 from trl_a3po.rollout.queue_state import OutstandingState, QueueState
@@ -47,7 +47,7 @@ def stream(first_row=0, number=None, read=None):
     def tokenize(row):
         if read is not None:
             read.append(row["number"])
-        return [1, row["number"]]
+        return TokenizedPrompt([1, row["number"]])
 
     return PromptStream(rows, tokenize, first_row)
 

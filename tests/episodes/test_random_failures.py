@@ -19,7 +19,7 @@ from tests.rollout.queue_fakes import update
 from tests.workers.processes import children, is_gone, until
 from trl_a3po.errors import GenerationFailed
 from trl_a3po.protocol.records import Score
-from trl_a3po.rollout.prompt_stream import PromptStream
+from trl_a3po.rollout.prompt_stream import PromptStream, TokenizedPrompt
 from trl_a3po.rollout.queue import EndOfData, GenerationQueue
 from trl_a3po.workers.remote_object import RemoteObjects
 
@@ -58,7 +58,9 @@ def train(seed: int, chance: float, *, hangs: bool = False, apart: bool = False)
     messages = [[{"role": "user", "content": f"q{n}"}] for n in range(40)]
     prompts = PromptStream(
         ({"prompt": prompt} for prompt in messages),
-        lambda row: TOKENIZER.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False),
+        lambda row: TokenizedPrompt(
+            TOKENIZER.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        ),
     )
 
     def score(group):

@@ -8,7 +8,7 @@ from itertools import count, islice
 from trl_a3po.protocol.engine import EngineStats, GroupFailed, GroupFinished
 from trl_a3po.protocol.records import Rollout, Score
 from trl_a3po.protocol.weights import WeightUpdate
-from trl_a3po.rollout.prompt_stream import PromptStream
+from trl_a3po.rollout.prompt_stream import PromptStream, TokenizedPrompt
 
 
 def make_rollout(versions):
@@ -19,7 +19,12 @@ def make_rollout(versions):
 
 def make_prompts(number=None, tokenize=lambda row: [1, row["number"]]):
     """A stream of `number` prompts, or one without an end."""
-    return PromptStream(({"number": n} for n in (count() if number is None else range(number))), tokenize)
+
+    def prompt(row):
+        token_ids = tokenize(row)
+        return None if token_ids is None else TokenizedPrompt(token_ids)
+
+    return PromptStream(({"number": n} for n in (count() if number is None else range(number))), prompt)
 
 
 def zero_score(group):

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.rollout.queue_fakes import make_prompts
-from trl_a3po.rollout.prompt_stream import PromptStream
+from trl_a3po.rollout.prompt_stream import PromptStream, TokenizedPrompt
 
 
 def test_prompts_come_in_the_order_of_the_rows_and_are_numbered():
@@ -15,7 +15,7 @@ def test_prompts_come_in_the_order_of_the_rows_and_are_numbered():
 
 def test_fill_reads_no_row_more_than_it_needs():
     rows = iter([{"number": n} for n in range(5)])
-    stream = PromptStream(rows, lambda row: [1])
+    stream = PromptStream(rows, lambda row: TokenizedPrompt([1]))
     stream.fill(2)
     stream.fill(2)
     assert next(rows) == {"number": 2}

@@ -53,11 +53,21 @@ def check_arguments(
 
 
 def check_processing_class(processing_class: Any) -> None:
-    """Raise `ValueError` for a processor of images, sound or video."""
-    if isinstance(processing_class, ProcessorMixin):
+    """Raise `ValueError` for a processor without images, such as one of sound."""
+    if isinstance(processing_class, ProcessorMixin) and "image_processor" not in processing_class.get_attributes():
         raise ValueError(
-            f"processing_class is a {type(processing_class).__name__}: multimodal models are not supported yet. Pass "
-            "a text model and its tokenizer."
+            f"processing_class is a {type(processing_class).__name__}, which prepares no images: only text and images "
+            "are supported. Pass a text model and its tokenizer, or a vision-language model and its processor."
+        )
+
+
+def check_images_in_episodes(processing_class: Any, *, runs_episodes: bool) -> None:
+    """Raise `ValueError` for rollouts of several turns with a processor, whose later turns would lose the images."""
+    if runs_episodes and isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            f"processing_class is a {type(processing_class).__name__}, and tools, environment_factory or rollout_func "
+            "make rollouts of several turns, which cannot show images yet: pass the tokenizer alone "
+            "(processing_class.tokenizer) for turns of text, or leave the tools out."
         )
 
 

@@ -4,16 +4,21 @@ Guarantees: an error about a row shows that row, and its number where the datase
 rows hold, not what the dataset says of its columns; nothing is changed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from transformers import ProcessorMixin
 from trl.data_utils import is_conversational
 
+from trl_a3po.checks.images import UnusablePrompt, check_placeholders
 from trl_a3po.config import A3POConfig
 
+IMAGES = ("images", "image")  # columns, the first of which TRL reads
+OTHER_MEDIA = ("video", "videos", "audio", "audios")
 
-class OverlongPrompt(ValueError):
+
+class OverlongPrompt(UnusablePrompt):
     """A prompt that does not fit the model or the engine."""
 
 
@@ -21,7 +26,7 @@ def check_dataset(
     args: A3POConfig, dataset: Dataset | IterableDataset, tokenizer: Any, *, needs_prompt: bool = True
 ) -> None:
     """Raise `ValueError` for rows that cannot be prompts, and for fewer rows than one generation batch holds."""
-    check_columns("train_dataset", dataset, needs_prompt=needs_prompt)
+    check_columns("train_dataset", dataset, tokenizer, needs_prompt=needs_prompt)
     groups = args.groups_per_batch
     if isinstance(dataset, Dataset):
         if len(dataset) < groups:
@@ -41,12 +46,13 @@ def check_dataset(
         )
 
 
-def check_columns(name: str, dataset: Any, *, needs_prompt: bool = True) -> None:
-    """Raise `ValueError` for a dataset without prompts, unless environments give them, with images, or with a column
-    that a reward function cannot receive; `name` is that of the trainer's argument."""
+def check_columns(name: str, dataset: Any, tokenizer: Any, *, needs_prompt: bool = True) -> None:
+    """Raise `ValueError` for a dataset without prompts, unless environments give them, with a column that a reward
+    function cannot receive, or with images that the tokenizer, or processor, cannot show; `name` is that of the
+    trainer's argument."""
     if isinstance(dataset, dict):
         for key, part in dataset.items():
-            check_columns(f"{name}[{key!r}]", part, needs_prompt=needs_prompt)
+            check_columns(f"{name}[{key!r}]", part, tokenizer, needs_prompt=needs_prompt)
         return
     columns = None if dataset is None else dataset.column_names
     if isinstance(dataset, Dataset) and len(dataset):  # `with_transform` makes columns that `column_names` lacks
@@ -62,8 +68,7 @@ def check_columns(name: str, dataset: Any, *, needs_prompt: bool = True) -> None
                 f"{name} has a column {column!r}, but every reward function receives an argument of that name beside "
                 "the columns: rename the column."
             )
-    if columns is not None and {"image", "images"} & set(columns):
-        raise ValueError(f"{name} has images, which are not supported yet: remove the column.")
+    _check_media(name, columns or (), tokenizer)
 
 
 def check_rows(name: str, dataset: Any, tokenizer: Any, token_ids: Callable[[dict[str, Any]], object]) -> None:
@@ -76,7 +81,8 @@ def check_rows(name: str, dataset: Any, tokenizer: Any, token_ids: Callable[[dic
         name: name of the trainer's argument.
         dataset: the dataset, or datasets by name.
         tokenizer: the tokenizer.
-        token_ids: tokenises the prompt of a row, and raises `ValueError` if it does not fit.
+        token_ids: tokenises the prompt of a row, and raises `ValueError` if it does not fit. It is not asked for rows
+            with images: reading and preparing all of them may take hours.
     """
     if isinstance(dataset, dict):
         for key, part in dataset.items():
@@ -85,17 +91,22 @@ def check_rows(name: str, dataset: Any, tokenizer: Any, token_ids: Callable[[dic
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or not len(dataset):
         return
     columns = [name for name in ("prompt", "environment") if name in dataset.column_names]
-    for number, row in enumerate(dataset.select_columns(columns) if "prompt" in columns else ()):
+    rows = dataset.select_columns(columns) if "prompt" in columns else ()
+    for number, (row, images) in enumerate(zip(rows, _image_counts(dataset), strict=False)):
         try:
             check_prompt(row, tokenizer)
-            token_ids(row)
+            if images is not None:
+                check_conversational(row)
+                check_placeholders(row["prompt"], [None] * images)
+            if not images and "image" not in _part_types(row["prompt"]):
+                token_ids(row)
         except ValueError as error:
             raise ValueError(f"Row {number} of {name}: {error}") from None
 
 
 def check_prompt(row: dict[str, Any], tokenizer: Any) -> None:
-    """Raise `ValueError` unless the `prompt` of the row is text, or a list of text messages and the tokenizer has a
-    chat template."""
+    """Raise `ValueError` unless the `prompt` of the row is text, or a list of messages that the tokenizer, or the
+    processor, can show."""
     if "prompt" not in row:
         raise ValueError(f"A row of train_dataset has the columns {', '.join(sorted(row))}, but no 'prompt'.")
     prompt = row["prompt"]
@@ -111,12 +122,26 @@ def check_prompt(row: dict[str, Any], tokenizer: Any) -> None:
             "The prompts are lists of messages, but the tokenizer has no chat_template to format them with: set "
             "processing_class.chat_template, or give the prompts as text."
         )
-    parts = [part for message in prompt if isinstance(message["content"], list) for part in message["content"]]
-    other = {part["type"] for part in parts if part["type"] != "text"}
+    shows_images = isinstance(tokenizer, ProcessorMixin)
+    other = _part_types(prompt) - ({"text", "image"} if shows_images else {"text"})
+    if "image" in other:
+        raise ValueError(
+            f"A message contains an image, but processing_class is a {type(tokenizer).__name__}, which cannot show "
+            "it: pass the processor of a vision-language model (transformers.AutoProcessor) and that model."
+        )
     if other:
         raise ValueError(
-            f"A message contains {', '.join(sorted(other))}, but only text is supported yet: remove the row "
-            f"{_short(row)}."
+            f"A message contains {', '.join(sorted(other))}, but only text and images are supported: show frames of "
+            f"a video as images, and sound as text, or remove the row {_short(row)}."
+        )
+
+
+def check_conversational(row: dict[str, Any]) -> None:
+    """Raise `ValueError` for a prompt that is text in a dataset with images, as TRL does."""
+    if isinstance(row["prompt"], str):
+        raise ValueError(
+            "The dataset has images, but the prompt is text, in which they have no place: give the prompts as lists "
+            f"of messages, to which the processor's chat template is applied. The row: {_short(row)}."
         )
 
 
@@ -164,6 +189,39 @@ def room_for_completion(args: A3POConfig, config: Any, prompt_tokens: int) -> in
     if context is None or prompt_tokens + args.max_completion_length <= context:
         return None
     return context - prompt_tokens
+
+
+def _check_media(name: str, columns: Sequence[str], tokenizer: Any) -> None:
+    shows_images = isinstance(tokenizer, ProcessorMixin)
+    images = next((column for column in IMAGES if column in columns), None)
+    if images is not None and not shows_images:
+        raise ValueError(
+            f"{name} has a column {images!r}, but processing_class is a {type(tokenizer).__name__}, which cannot show "
+            "images: pass the processor of a vision-language model (transformers.AutoProcessor) and that model, or "
+            "rename the column."
+        )
+    other = next((column for column in OTHER_MEDIA if column in columns), None)
+    if other is not None and shows_images:
+        raise ValueError(
+            f"{name} has a column {other!r}, but only text and images are supported: put frames of a video into a "
+            "column 'images', or rename the column if only reward functions read it."
+        )
+
+
+def _image_counts(dataset: Dataset) -> Iterator[int | None]:
+    """How many images the columns of each row hold, without reading them; `None` without such a column."""
+    column = next((column for column in IMAGES if column in dataset.column_names), None)
+    if column is None:
+        yield from [None] * len(dataset)
+        return
+    for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=1000):
+        for value in table[column]:
+            yield (len(value) if column == "images" else 1) if value.is_valid else 0
+
+
+def _part_types(prompt: str | list[dict[str, Any]]) -> set[str]:
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    return {part["type"] for content in contents if isinstance(content, list) for part in content}
 
 
 def _short(value: Any) -> str:

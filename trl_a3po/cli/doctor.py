@@ -80,7 +80,7 @@ def _server(url: str) -> Iterator[str]:
 def _rewards(trainer: A3POTrainer) -> Iterator[str]:
     """Score one group of made-up completions."""
     row = next(iter(trainer.train_dataset))
-    prompt = Prompt(0, row, tokenize_prompt(trainer, row))
+    prompt = Prompt(0, row, *tokenize_prompt(trainer, row))
     tokens = (prompt.token_ids * trainer.max_completion_length)[: trainer.max_completion_length]
     rollout = Rollout(tokens, [-1.0] * len(tokens), [0] * len(tokens), "length")
     group = Group(prompt, [rollout] * trainer.args.num_generations, None, 0)

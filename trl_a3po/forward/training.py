@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from trl_a3po.config import A3POConfig
 from trl_a3po.forward import cost
 from trl_a3po.forward.attention import install_packed_attention, remove_packed_attention
+from trl_a3po.forward.image_chunks import image_chunks
 from trl_a3po.forward.layout import PackedBatch, lengths, pack, rows_by_prompt
 from trl_a3po.forward.micro_batches import is_sum_over_rows, micro_batch_order, micro_batches_per_step
 from trl_a3po.forward.packed import packed_logps
@@ -39,17 +40,26 @@ class TrainingForward:
         args: `packed_forward` and `shared_prompt` choose the layout.
         accelerator: the trainer's.
         models: the policy, and the reference model if there is a separate one.
+        shows_images: prompts may have images, so that the processes would not agree on which forwards are packed.
 
     Raises:
         ValueError: `packed_forward="on"` or `shared_prompt="on"` for a model that can only be run padded.
     """
 
-    def __init__(self, args: A3POConfig, accelerator: Accelerator, models: Sequence[torch.nn.Module]):
+    def __init__(
+        self,
+        args: A3POConfig,
+        accelerator: Accelerator,
+        models: Sequence[torch.nn.Module],
+        *,
+        shows_images: bool = False,
+    ):
         self._args = args
         self._accelerator = accelerator
         self._traces = ZeroTraces(accelerator)
         self._checked: set[int] = set()  # models, by id
         self._layout_logged = False
+        self._shows_images = shows_images
         self.refusal = self._refusal(models)
         self._tokens_padded = self._tokens_run = 0  # of the last call
         self._bases = [base_model(accelerator.unwrap_model(model)) for model in models]
@@ -82,6 +92,8 @@ class TrainingForward:
             return "packed_forward='off'"
         compiled = self._args.torch_compile
         refusals = [packing_refusal(self._accelerator.unwrap_model(model), compiled=compiled) for model in models]
+        if self._shows_images:
+            refusals.insert(0, "prompts may have images")
         refusal = next((why for why in refusals if why is not None), None)
         if refusal is not None:
             self._run_padded(refusal, ValueError)
@@ -118,15 +130,15 @@ class TrainingForward:
             install_packed_attention(base_model(self._accelerator.unwrap_model(model)))
             self._check(traced, model, input_ids, attention_mask, logits_to_keep)
         if self.refusal is not None or needs_more:
-            return traced(
-                model,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                batch_size=batch_size,
-                compute_entropy=compute_entropy,
-                compute_aux_loss=compute_aux_loss,
-                **multimodal,
+            multimodal |= {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
+            if multimodal.get("pixel_values") is None:
+                return traced(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **multimodal)
+            chunks = image_chunks(multimodal, len(input_ids), batch_size)
+            return _joined(
+                [
+                    traced(model, input_ids[rows], attention_mask[rows], logits_to_keep, **options)
+                    for rows, options in chunks
+                ]
             )
         self._tokens_run = 0
         step = batch_size or len(input_ids)
@@ -263,6 +275,16 @@ class TrainingForward:
         groups = rows_by_prompt(ids, mask, width) if shares else [[row] for row in range(len(ids))]
         order = torch.tensor(micro_batch_order(costs, groups, rows))
         return [take_rows(slices, order[start : start + rows]) for start in range(0, len(order), rows)]
+
+
+def _joined(parts: Sequence[Outputs]) -> Outputs:
+    """The outputs of chunks of rows as those of all rows, as TRL joins them."""
+    logps, entropies, losses = zip(*parts, strict=True)
+    return (
+        torch.cat(logps),
+        None if entropies[0] is None else torch.cat(entropies),
+        None if losses[0] is None else torch.stack(losses).mean(),
+    )
 
 
 def take_rows(slices: list[dict[str, Any]], rows: torch.Tensor) -> dict[str, Any]:

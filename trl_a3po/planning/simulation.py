@@ -22,7 +22,7 @@ from trl_a3po.planning.workload import Workload
 from trl_a3po.protocol.engine import GroupFinished
 from trl_a3po.protocol.records import Rollout, Score
 from trl_a3po.rollout.outcomes import AttemptRecord
-from trl_a3po.rollout.prompt_stream import PromptStream
+from trl_a3po.rollout.prompt_stream import PromptStream, TokenizedPrompt
 from trl_a3po.rollout.queue_core import QueueCore
 from trl_a3po.rollout.take_clock import TakeClock
 from trl_a3po.rollout.take_plan import TakePlan
@@ -121,7 +121,7 @@ class _Run:
             last_version=-(-end * rules.micro_steps_per_take // rules.micro_steps_per_step),
         )
         self.core = QueueCore(
-            prompts=PromptStream(({} for _ in itertools.count()), lambda row: [0]),
+            prompts=PromptStream(({} for _ in itertools.count()), lambda row: TokenizedPrompt([0])),
             plan=TakePlan(
                 rules.groups_per_take, rules.max_staleness, clock.version_of_take, clock.total_takes, rules.lag
             ),

@@ -120,12 +120,20 @@ class Prompt:
         example: the dataset row, as the reward functions receive it.
         token_ids: the tokens of the prompt.
         images: its images; `None` if it has none.
+        messages: the prompt as the reward functions receive it where the row has a column of images: with the images
+            in the messages. `None` if they receive that of `example`.
     """
 
     index: int
     example: dict[str, Any]
     token_ids: list[int]
     images: PromptImages | None = None
+    messages: list[dict[str, Any]] | None = None
+
+    @property
+    def shown(self) -> Any:
+        """The prompt as the reward functions receive it."""
+        return self.example["prompt"] if self.messages is None else self.messages
 
 
 @dataclass(slots=True)

@@ -267,10 +267,10 @@ class RewardScorer:
 
     def _arguments(self, group: Group) -> dict[str, Any]:
         """The keyword arguments of the functions, except for those that log."""
-        size, example, environments = len(group.rollouts), group.prompt.example, self._environments(group)
+        size, environments = len(group.rollouts), self._environments(group)
         episodes = [rollout.episode for rollout in group.rollouts if rollout.episode is not None]
-        prompts = [episode.prompt for episode in episodes] or [example["prompt"]] * size
-        columns = {name: [value] * size for name, value in example.items()}
+        prompts = [episode.prompt for episode in episodes] or [group.prompt.shown] * size
+        columns = {name: [value] * size for name, value in group.prompt.example.items()}
         for name in {name for episode in episodes for name in episode.columns}:
             columns[name] = [episode.columns.get(name) for episode in episodes]
         return {name: values for name, values in columns.items() if name not in RESERVED} | {

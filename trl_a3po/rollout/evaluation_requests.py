@@ -11,6 +11,7 @@ from typing import Any
 
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import GroupEnd, GroupFailed, GroupRequest
+from trl_a3po.protocol.images import PromptImages
 from trl_a3po.protocol.records import Rollout
 
 _request_ids = itertools.count(-1, -1)
@@ -26,6 +27,7 @@ class EvaluationRequests:
         max_attempts: attempts at a prompt before `EngineError` is raised.
         rows: the dataset row of each prompt, for requests that are episodes.
         new_tokens: as in `GenerationQueue`; it is not asked for episodes.
+        images: those of each prompt.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class EvaluationRequests:
         max_attempts: int,
         rows: Sequence[dict[str, Any]] | None = None,
         new_tokens: Callable[[int], int | None] = lambda prompt_tokens: None,
+        images: Sequence[PromptImages | None] | None = None,
     ):
         self._prompts = [tuple(prompt) for prompt in prompts]
         self._rows: list[dict[str, Any] | None] = [None] * len(self._prompts) if rows is None else [*rows]
         self._new_tokens = [
             None if row is not None else new_tokens(len(self._prompts[i])) for i, row in enumerate(self._rows)
         ]
+        self._images = [None] * len(self._prompts) if images is None else [*images]
         self._num_rollouts = num_rollouts
         self._first_noise_key = first_noise_key
         self._max_attempts = max_attempts
@@ -96,5 +100,6 @@ class EvaluationRequests:
             prompt_ids,
             self._num_rollouts,
             max_new_tokens=self._new_tokens[number],
+            images=self._images[number],
             row=self._rows[number],
         )

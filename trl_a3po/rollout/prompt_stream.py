@@ -7,11 +7,20 @@ not thread-safe); prompts come out in the order of the rows, each once, with the
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from trl_a3po.protocol.images import PromptImages
 from trl_a3po.protocol.records import Prompt
 
 LEFT_OUT_IN_A_ROW = 1000  # with none that fits among so many rows, the settings are wrong and not the rows
+
+
+class TokenizedPrompt(NamedTuple):
+    """What is made of a row: fields of a `Prompt`."""
+
+    token_ids: list[int]
+    images: PromptImages | None = None
+    messages: list[dict[str, Any]] | None = None
 
 
 class PromptStream:
@@ -19,18 +28,21 @@ class PromptStream:
 
     Args:
         source: dataset rows in training order, over all epochs.
-        tokenize: row -> token ids of its prompt, or `None` to leave the row out.
+        tokenize: row -> its prompt, or `None` to leave the row out.
         first_row: number of the first row of `source`; earlier rows are not needed any more.
+        with_tokens: row, token ids -> the prompt of a row that was tokenised in an earlier run.
     """
 
     def __init__(
         self,
         source: Iterator[dict[str, Any]],
-        tokenize: Callable[[dict[str, Any]], list[int] | None],
+        tokenize: Callable[[dict[str, Any]], TokenizedPrompt | None],
         first_row: int = 0,
+        with_tokens: Callable[[dict[str, Any], list[int]], TokenizedPrompt] = lambda row, ids: TokenizedPrompt(ids),
     ):
         self._source = source
         self._tokenize = tokenize
+        self._with_tokens = with_tokens
         self._buffer: deque[Prompt] = deque()
         self._row: dict[str, Any] | None = None  # read and not yet tokenised: a row that raises is not skipped
         self._tokenised = first_row
@@ -53,7 +65,7 @@ class PromptStream:
         tokens given there; a row with `None` is tokenised. Main thread only, before any other read.
 
         Raises:
-            ValueError: the source ends before `cursor`, or a prompt that was begun is now left out.
+            ValueError: the source ends before `cursor`, or a prompt that was begun is now left out or another one.
         """
         found = {}
         while self.cursor < cursor:
@@ -65,14 +77,14 @@ class PromptStream:
                 )
             if self.cursor in prompts:
                 saved = prompts[self.cursor]
-                token_ids = self._tokenize(row) if saved is None else list(saved)
-                if token_ids is None:
+                made = self._tokenize(row) if saved is None else self._with_tokens(row, list(saved))
+                if made is None:
                     raise ValueError(
                         f"Row {self.cursor} of the prompt stream had been begun when the checkpoint was saved, and "
                         "does not fit any more: resume with the chat template and the max_completion_length of that "
                         "run."
                     )
-                found[self.cursor] = Prompt(self.cursor, row, token_ids)
+                found[self.cursor] = Prompt(self.cursor, row, *made)
             self.cursor += 1
         self._tokenised = self.cursor
         return found
@@ -91,17 +103,17 @@ class PromptStream:
                 except StopIteration:
                     self.source_ended = True
                     return
-            token_ids = self._tokenize(self._row)
-            if token_ids is None:
+            made = self._tokenize(self._row)
+            if made is None:
                 self._leave_out_row()
                 continue
             self._left_out = 0
-            if not token_ids:
+            if not made.token_ids:
                 raise ValueError(
                     f"Row {self._tokenised} of the prompt stream has an empty prompt after tokenisation, and nothing "
                     f"can be sampled from it: remove or repair it in the dataset. The row: {repr(self._row)[:300]}"
                 )
-            self._buffer.append(Prompt(self._tokenised, self._row, token_ids))
+            self._buffer.append(Prompt(self._tokenised, self._row, *made))
             self._tokenised += 1
             self._row = None
 

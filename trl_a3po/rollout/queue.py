@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from trl_a3po.errors import StallError
 from trl_a3po.protocol.engine import Engine
+from trl_a3po.protocol.images import PromptImages
 from trl_a3po.protocol.records import Group, Rejection, Rollout, Score
 from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.rollout.engine_watch import EngineWatch
@@ -275,13 +276,14 @@ class GenerationQueue:
         *,
         first_noise_key: int,
         rows: Sequence[dict[str, Any]] | None = None,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[list[Rollout]]:
         """Rollouts of an evaluation's prompts, from the version published last. Main thread only.
 
         These rollouts share the engine with the groups in flight and are not counted among the outcomes. With a `lag`,
         they have the engine to themselves, after everything submitted so far has been sampled and scored. Prompt
         number i is sampled with the noise of `first_noise_key + i`. Where requests are episodes, `rows` holds the
-        dataset row of each prompt.
+        dataset row of each prompt; `images` holds the images of each.
 
         Raises:
             StallError: `stall_timeout` seconds passed without an event.
@@ -292,7 +294,7 @@ class GenerationQueue:
             raise RuntimeError("sample was called before start.")
         core = self._core
         evaluation = EvaluationRequests(
-            prompts, num_rollouts, first_noise_key, core.max_attempts, rows, core.new_tokens
+            prompts, num_rollouts, first_noise_key, core.max_attempts, rows, core.new_tokens, images
         )
         self._wait_until_settled(scored=True)
         with self._changed:

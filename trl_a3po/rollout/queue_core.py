@@ -385,6 +385,7 @@ class QueueCore:
             prompt_ids=tuple(item.prompt.token_ids),
             num_rollouts=self.num_rollouts,
             max_new_tokens=None if self.runs_episodes else self.new_tokens(len(item.prompt.token_ids)),
+            images=item.prompt.images,
             row=item.prompt.example if self.runs_episodes else None,
         )
 

@@ -42,7 +42,7 @@ def build_scorer(
     args = trainer.args
     functions = [None if isinstance(func, RecordedReward) else func for func in reward_functions(trainer)]
     processes = trainer.accelerator.num_processes
-    names, decode = trainer.reward_func_names, CompletionDecoder(trainer.processing_class)
+    names, decode = trainer.reward_func_names, CompletionDecoder(trainer._tokenizer)
 
     # As a plain object: to load a TrainerState, each worker would import transformers and torch.
     def plain_state(group: Group) -> SimpleNamespace:

@@ -41,7 +41,7 @@ BATCH_SETTINGS = (
 
 def compared_settings(trainer: "CheckpointHooks") -> Settings:
     """The settings of `trainer` by group, as JSON returns them."""
-    args, dataset, tokenizer = trainer.args, trainer.train_dataset, trainer.processing_class
+    args, dataset, tokenizer = trainer.args, trainer.train_dataset, trainer._tokenizer
     policy = trainer.accelerator.unwrap_model(trainer.model)
     sampling = asdict(sampling_settings(args, trainer.generation_config, policy))
     del sampling["seed"], sampling["pad_token_id"]
@@ -60,7 +60,7 @@ def compared_settings(trainer: "CheckpointHooks") -> Settings:
         },
         "tokenizer": {"vocabulary of the tokenizer": _digest(sorted(tokenizer.get_vocab().items()))},
         "prompts": {
-            "chat_template": _digest(trainer.chat_template or tokenizer.chat_template),
+            "chat_template": _digest(trainer.chat_template or trainer.processing_class.chat_template),
             "chat_template_kwargs": trainer.chat_template_kwargs,
         },
         "sampling": {

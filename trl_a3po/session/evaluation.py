@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PROMPT_COLUMNS = ("prompt", "image", "images")
 FIRST_NOISE_KEY = 1 << 40  # no prompt of the training stream has a noise key as high
 
 
@@ -30,14 +31,14 @@ def evaluation_prompts(trainer: "A3POTrainer", rows: list[dict[str, Any]]) -> li
     size = trainer.num_generations_eval
     chunks = [rows[start : start + size] for start in range(0, len(rows), size)]
     if (
-        any(row.get("prompt") != chunk[0].get("prompt") for chunk in chunks for row in chunk)
+        any(row.get(name) != chunk[0].get(name) for name in PROMPT_COLUMNS for chunk in chunks for row in chunk)
         or len(chunks[-1]) != size
     ):
         raise ValueError(
             f"An evaluation batch of {len(rows)} rows does not hold whole groups of num_generations_eval={size}: "
             "set per_device_eval_batch_size to a multiple of it."
         )
-    return [Prompt(i, chunk[0], tokenize_prompt(trainer, chunk[0])) for i, chunk in enumerate(chunks)]
+    return [Prompt(i, chunk[0], *tokenize_prompt(trainer, chunk[0])) for i, chunk in enumerate(chunks)]
 
 
 class EvaluationScores:

@@ -14,13 +14,15 @@ from datasets import IterableDataset
 from torch.utils.data import DistributedSampler
 
 from trl_a3po.checks.data import (
-    OverlongPrompt,
     check_prompt,
     check_prompt_ids,
     check_rows,
     context_of,
     room_for_completion,
 )
+from trl_a3po.checks.images import UnusableImages, UnusablePrompt
+from trl_a3po.rollout.prompt_stream import TokenizedPrompt
+from trl_a3po.session.prompt_images import tokenized_with_images
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
@@ -44,8 +46,8 @@ def prompt_rows(trainer: "A3POTrainer", first_row: int = 0) -> Iterator[dict[str
         yield None if row is None else _used_columns(trainer, row)
 
 
-def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> list[int]:
-    """The tokens of a row's prompt, as TRL makes them.
+def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPrompt:
+    """The tokens of a row's prompt, as TRL makes them, and its images.
 
     Raises:
         ValueError: the row's prompt is not a valid prompt, or does not fit the model.
@@ -54,20 +56,41 @@ def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> list[int]:
     check_prompt(given, trainer.processing_class)
     if trainer.environment_factories:
         trainer._batch_environments = [_environment(trainer, row)]
-    prompt_ids, _, _ = trainer._tokenize_prompts([given["prompt"]])
-    token_ids = list(prompt_ids[0])
-    check_prompt_ids(token_ids, row, trainer.args, trainer.model.config.get_text_config())
-    return token_ids
+    if trainer._is_vlm and not isinstance(given["prompt"], str):
+        prompt = tokenized_with_images(trainer, given)
+    else:
+        prompt_ids, _, _ = trainer._tokenize_prompts([given["prompt"]])
+        prompt = TokenizedPrompt(list(prompt_ids[0]))
+    check_prompt_ids(prompt.token_ids, row, trainer.args, trainer.model.config.get_text_config())
+    return prompt
 
 
-def tokenize_or_leave_out(trainer: "A3POTrainer", row: dict[str, Any]) -> list[int] | None:
-    """As `tokenize_prompt`, with `None` and a warning for a prompt that does not fit. Such a row has escaped
-    `check_all_rows`, because it belongs to a stream or is made when it is read."""
+def tokenize_or_leave_out(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPrompt | None:
+    """As `tokenize_prompt`, with `None` and a warning for a prompt that does not fit or whose images cannot be used.
+    Such a row has escaped `check_all_rows`, because it belongs to a stream, is made when it is read, or has images."""
     try:
         return tokenize_prompt(trainer, row)
-    except OverlongPrompt as error:
+    except UnusablePrompt as error:
         logger.warning("A row of train_dataset is left out. %s", error)
         return None
+
+
+def prompt_with_tokens(trainer: "A3POTrainer", row: dict[str, Any], token_ids: list[int]) -> TokenizedPrompt:
+    """The prompt of a row that was tokenised in an earlier run: these tokens, with its images made again.
+
+    Raises:
+        ValueError: the images make other tokens than in that run.
+    """
+    if not trainer._is_vlm or isinstance(row["prompt"], str):
+        return TokenizedPrompt(token_ids)
+    made = tokenized_with_images(trainer, row)
+    if made.images is not None and made.token_ids != token_ids:
+        raise UnusableImages(
+            f"The images of a row now make a prompt of {len(made.token_ids)} tokens that is not the one which was "
+            f"sampled from before the checkpoint was saved ({len(token_ids)} tokens): resume with the dataset, the "
+            "processor and the chat template of that run."
+        )
+    return made._replace(token_ids=token_ids)
 
 
 def check_all_rows(trainer: "A3POTrainer") -> None:
@@ -88,7 +111,7 @@ def check_all_rows(trainer: "A3POTrainer") -> None:
         size = _text_bytes(row["prompt"])
         if added and size and (not limits or size + added[0] <= min(limits)):
             return
-        tokens = tokenize_prompt(trainer, row)
+        tokens = tokenize_prompt(trainer, row).token_ids
         added[:] = added or [len(tokens)]
         if (room := room_for_completion(args, config, len(tokens))) is not None:
             rooms.append(room)

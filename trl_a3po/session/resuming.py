@@ -19,7 +19,7 @@ from trl_a3po.checkpoints.saved_run import as_damage, read_run, read_slices
 from trl_a3po.rollout.outcomes import Outcomes
 from trl_a3po.rollout.queue_state import QueueState
 from trl_a3po.session.compared_settings import changed_settings, compared_settings
-from trl_a3po.session.saving import Slice
+from trl_a3po.session.saving import COUNTS, Slice
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
@@ -105,7 +105,10 @@ def begin_run(trainer: "A3POTrainer", run: RunState | None) -> None:
 
 
 def _moved(part: Slice, device: torch.device) -> Slice:
-    return {name: None if value is None else value.to(device) for name, value in part.items()}
+    return {
+        name: value.tolist() if name in COUNTS else None if value is None else value.to(device)
+        for name, value in part.items()
+    }
 
 
 def _check_settings(changed: dict[str, str], inside_a_batch: bool, folder: Path) -> None:

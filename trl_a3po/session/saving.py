@@ -7,6 +7,8 @@ generation batch, the slices that are still to be trained on and the micro-step 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.queue_codec import encode_state
 from trl_a3po.session.compared_settings import compared_settings
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from trl_a3po.session.checkpoint_hooks import CheckpointHooks
 
 Slice = dict[str, Any]  # of a generation batch: what one micro-step trains on, by name
+COUNTS = ("num_images", "num_tiles")  # its lists of numbers, beside tensors
 
 
 def save_run(trainer: "CheckpointHooks", folder: Path) -> None:
@@ -25,7 +28,7 @@ def save_run(trainer: "CheckpointHooks", folder: Path) -> None:
         checkpoint.write_tensors(
             folder / checkpoint.batch_file(team.rank),
             {
-                f"{number}/{name}": value.detach().clone()
+                f"{number}/{name}": torch.tensor(value) if name in COUNTS else value.detach().clone()
                 for number, part in enumerate(slices)
                 for name, value in (part or {}).items()
                 if value is not None

@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trl_a3po.config import A3POConfig
@@ -32,7 +33,7 @@ from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.cores import SharedCores
 from trl_a3po.session.engine_gap import EngineGapOfRun
 from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evaluation_prompts
-from trl_a3po.session.prompt_rows import tokenize_or_leave_out
+from trl_a3po.session.prompt_rows import prompt_with_tokens, tokenize_or_leave_out
 from trl_a3po.session.resuming import RunState, new_run
 from trl_a3po.session.sampling import check_unchanged, sampling_settings
 from trl_a3po.session.served_weights import ServedWeights, check_same_model
@@ -89,7 +90,12 @@ class Session:
         self._warnings = LoggedWarnings(self.timeline)
         first_row = 0 if resumed is None else resumed.queue.first_row
         assert trainer._train_rows is not None, "the trainer has checked it"
-        prompts = PromptStream(trainer._train_rows, lambda row: tokenize_or_leave_out(trainer, row), first_row)
+        prompts = PromptStream(
+            trainer._train_rows,
+            partial(tokenize_or_leave_out, trainer),
+            first_row,
+            with_tokens=partial(prompt_with_tokens, trainer),
+        )
         self.queue = build_queue(
             trainer,
             self.engine,
@@ -178,6 +184,7 @@ class Session:
                     size,
                     first_noise_key=self.evaluation_noise,
                     rows=None if self._episodes is None else [prompt.example for prompt in prompts],
+                    images=[prompt.images for prompt in prompts],
                 )
             self.evaluation_noise += len(prompts)
             groups = [Group(p, rollouts, None, version) for p, rollouts in zip(prompts, sampled, strict=True)]

@@ -1,0 +1,62 @@
+"""The fields that were stored for each prompt make those which the processor gives for the batch."""
+
+import pytest
+import torch
+
+from tests.images.pictured import size_of
+from tests.vision import FAMILIES, messages, picture
+from trl_a3po.protocol.images import PromptImages
+from trl_a3po.rollout.batch_images import batch_fields
+from trl_a3po.session.prompt_images import TOKENS, as_tensor
+
+COUNTS = [[1, 1, 1], [2, 1, 3], [1, 3]]
+
+
+def conversations(counts):
+    pictures = [[picture(7 * i + j, *size_of(i + 2 * j)) for j in range(count)] for i, count in enumerate(counts)]
+    return [messages("w1 " * (1 + i % 3), *those) for i, those in enumerate(pictures)], pictures
+
+
+def of_each(processor, conversations, pictures):
+    """The tokens and the stored images of each prompt."""
+    for conversation, those in zip(conversations, pictures, strict=True):
+        made = processor.apply_chat_template(
+            [conversation], tokenize=True, return_dict=True, add_generation_prompt=True
+        )
+        fields = {name: as_tensor(value) for name, value in made.items() if name not in TOKENS}
+        yield made["input_ids"][0], PromptImages(tuple(those), fields) if those else None
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_of_a_batch_equal_the_processors(family, counts):
+    processor = FAMILIES[family].processor()
+    asked, pictures = conversations(counts)
+    ids, images = zip(*of_each(processor, asked, pictures), strict=True)
+    texts = [processor.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in asked]
+    expected = processor(images=pictures, text=texts, padding=True, return_tensors="pt")
+    found = batch_fields(images, [len(one) for one in ids])
+    assert found.keys() == expected.keys() - set(TOKENS)
+    for name, field in found.items():
+        assert field.dtype == expected[name].dtype
+        torch.testing.assert_close(field, expected[name], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_without_images_has_zeros_or_nothing(family):
+    processor = FAMILIES[family].processor()
+    asked, pictures = conversations([1, 0, 2])
+    ids, images = zip(*of_each(processor, asked, pictures), strict=True)
+    lengths = [len(one) for one in ids]
+    with_row = batch_fields(images, lengths)
+    without = batch_fields([images[0], images[2]], [lengths[0], lengths[2]])
+    by_row = "pixel_attention_mask" in with_row
+    for name, field in with_row.items():
+        if by_row or name.endswith("token_type_ids"):
+            assert not field[1].any()
+            field = field[[0, 2]]
+        torch.testing.assert_close(field, without[name], rtol=0, atol=0)
+
+
+def test_no_images_make_no_fields():
+    assert batch_fields([None, None], [3, 4]) == {}

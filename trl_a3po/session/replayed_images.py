@@ -1,0 +1,70 @@
+"""The images of a batch, given to TRL instead of being made again.
+
+Guarantees: what is trained on is what the engine was given; the trainer's processor is in its place again afterwards.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trl_a3po.protocol.images import PromptImages
+from trl_a3po.rollout.batch_images import batch_fields, pads_rows
+from trl_a3po.rollout.batch_rows import Row, prompt_ids_of
+from trl_a3po.session.temporarily import temporarily
+
+if TYPE_CHECKING:
+    from trl_a3po.trainer import A3POTrainer
+
+
+class ReplayedProcessor:
+    """A processor that returns `fields` when it is called, and otherwise is `processor`."""
+
+    def __init__(self, processor: Any, fields: dict[str, torch.Tensor]):
+        self._processor = processor
+        self._fields = fields
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return self._fields
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+
+def images_of(rows: Sequence[Row]) -> list[PromptImages | None]:
+    """The images of each row's prompt."""
+    return [group.prompt.images for group, _ in rows]
+
+
+def pictures_of(rows: Sequence[Row]) -> list[list[Any] | None] | None:
+    """The images of each row as TRL lists them; `None` if no row has any."""
+    images = images_of(rows)
+    return [None if one is None else list(one.images) for one in images] if any(images) else None
+
+
+@contextmanager
+def replayed_images(trainer: "A3POTrainer", rows: Sequence[Row]) -> Iterator[None]:
+    """Inside, the trainer's processor returns the stored fields of `rows`."""
+    images = images_of(rows)
+    if not any(images):
+        yield
+        return
+    fields = batch_fields(images, [len(prompt_ids_of(row)) for row in rows])
+    with temporarily(trainer, processing_class=ReplayedProcessor(trainer.processing_class, fields)):
+        yield
+
+
+def rows_for_trl(rows: Sequence[Row], inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a batch as TRL can prepare them: it fails at a batch whose columns of images are all empty, unless
+    each is an empty list."""
+    if any(images_of(rows)):
+        return inputs
+    return [{**row, "images": []} if "image" in row or "images" in row else row for row in inputs]
+
+
+def counted_by_row(batch: dict[str, Any]) -> None:
+    """Have TRL move the images of a batch with their rows. It reads `num_images` as the number of entries that each
+    row has in `pixel_values`, where there is one entry for each row if rows are padded (`pads_rows`)."""
+    if "pixel_values" in batch and pads_rows(batch):
+        batch["num_images"] = [1] * len(batch["completion_ids"])
