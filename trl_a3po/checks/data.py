@@ -95,10 +95,7 @@ def check_rows(name: str, dataset: Any, tokenizer: Any, token_ids: Callable[[dic
     for number, (row, images) in enumerate(zip(rows, _image_counts(dataset), strict=False)):
         try:
             check_prompt(row, tokenizer)
-            if images is not None:
-                check_conversational(row)
-                check_placeholders(row["prompt"], [None] * images)
-            if not images and "image" not in _part_types(row["prompt"]):
+            if not _shows_images(row, images):
                 token_ids(row)
         except ValueError as error:
             raise ValueError(f"Row {number} of {name}: {error}") from None
@@ -217,6 +214,14 @@ def _image_counts(dataset: Dataset) -> Iterator[int | None]:
     for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=1000):
         for value in table[column]:
             yield (len(value) if column == "images" else 1) if value.is_valid else 0
+
+
+def _shows_images(row: dict[str, Any], images: int | None) -> bool:
+    """Whether a row's prompt has images, of which its columns hold `images`, if there are such columns."""
+    if images is not None:
+        check_conversational(row)
+        check_placeholders(row["prompt"], [None] * images)
+    return bool(images) or "image" in _part_types(row["prompt"])
 
 
 def _part_types(prompt: str | list[dict[str, Any]]) -> set[str]:

@@ -1,10 +1,10 @@
-"""The images of a batch, divided as a forward divides its rows.
+"""TRL's forward of rows with images, divided into chunks of rows.
 
 Guarantees: every row is run with its own images and no other; rows without images are run without the arguments that
 hold images, also where the rest of the batch has some.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,30 +12,54 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from trl_a3po.protocol.images import PER_TOKEN
 
-Chunk = tuple[slice, dict[str, Any]]  # of the rows, and their arguments
+Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
-def image_chunks(arguments: dict[str, Any], rows: int, size: int | None) -> Iterator[Chunk]:
-    """The multimodal arguments of `_get_per_token_logps_and_entropies` for each chunk of `size` rows.
+def forward_with_images(
+    forward: Callable[..., Outputs],
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    *,
+    batch_size: int | None,
+    images: dict[str, Any],
+    **options: bool,
+) -> Outputs:
+    """What `forward`, TRL's method, returns, with the images of each chunk of `batch_size` rows.
 
     Args:
-        arguments: those of `rows` rows; an argument may be `None`. Those that are `bool` are for every chunk.
-        size: rows of a chunk; `None` for all.
+        images: the multimodal arguments of TRL's method, of which some may be `None`.
+        options: the arguments of TRL's method that are for every chunk.
     """
-    for_all = {name: value for name, value in arguments.items() if isinstance(value, bool)}
-    by_row = split_pixel_values_by_grid(
-        {name: value for name, value in arguments.items() if value is not None and name not in for_all}
+    if images.get("pixel_values") is None:
+        arguments = (model, input_ids, attention_mask, logits_to_keep)
+        return forward(*arguments, batch_size=batch_size, **options, **images)
+    chunks = image_chunks(images, len(input_ids), batch_size or len(input_ids))
+    parts = [
+        forward(model, input_ids[rows], attention_mask[rows], logits_to_keep, **options, **of_rows)
+        for rows, of_rows in chunks
+    ]
+    logps, entropies, losses = zip(*parts, strict=True)
+    return (
+        torch.cat(logps),
+        None if entropies[0] is None else torch.cat(entropies),
+        None if losses[0] is None else torch.stack(losses).mean(),
     )
-    step = size or rows
-    for start in range(0, rows, step):
-        chunk = slice(start, start + step)
+
+
+def image_chunks(images: dict[str, Any], rows: int, size: int) -> Iterator[tuple[slice, dict[str, Any]]]:
+    """The multimodal arguments for each chunk of `size` of the `rows` rows."""
+    by_row = split_pixel_values_by_grid({name: value for name, value in images.items() if value is not None})
+    for start in range(0, rows, size):
+        chunk = slice(start, start + size)
         of_chunk = {name: value[chunk] for name, value in by_row.items()}  # lists and tensors, of one entry a row
-        yield chunk, for_all | _without_empty(unsplit_pixel_values_by_grid(of_chunk))
+        yield chunk, _without_empty(unsplit_pixel_values_by_grid(of_chunk))
 
 
-def _without_empty(arguments: dict[str, Any]) -> dict[str, Any]:
+def _without_empty(images: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a chunk; if none of its rows has an image, only those of tokens."""
-    mask: torch.Tensor | None = arguments.get("pixel_attention_mask")
-    if len(arguments["pixel_values"]) and (mask is None or mask.any()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in PER_TOKEN}
+    mask: torch.Tensor | None = images.get("pixel_attention_mask")
+    if len(images["pixel_values"]) and (mask is None or mask.any()):
+        return images
+    return {name: value for name, value in images.items() if name in PER_TOKEN}

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from trl_a3po.config import A3POConfig
 from trl_a3po.forward import cost
 from trl_a3po.forward.attention import install_packed_attention, remove_packed_attention
-from trl_a3po.forward.image_chunks import image_chunks
+from trl_a3po.forward.image_chunks import Outputs, forward_with_images
 from trl_a3po.forward.layout import PackedBatch, lengths, pack, rows_by_prompt
 from trl_a3po.forward.micro_batches import is_sum_over_rows, micro_batch_order, micro_batches_per_step
 from trl_a3po.forward.packed import packed_logps
@@ -29,8 +29,6 @@ from trl_a3po.models.flash_kernels import kernel_refusal
 from trl_a3po.models.unwrap import base_model
 
 logger = logging.getLogger(__name__)
-
-Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class TrainingForward:
@@ -130,15 +128,16 @@ class TrainingForward:
             install_packed_attention(base_model(self._accelerator.unwrap_model(model)))
             self._check(traced, model, input_ids, attention_mask, logits_to_keep)
         if self.refusal is not None or needs_more:
-            multimodal |= {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
-            if multimodal.get("pixel_values") is None:
-                return traced(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **multimodal)
-            chunks = image_chunks(multimodal, len(input_ids), batch_size)
-            return _joined(
-                [
-                    traced(model, input_ids[rows], attention_mask[rows], logits_to_keep, **options)
-                    for rows, options in chunks
-                ]
+            return forward_with_images(
+                traced,
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,
+                images=multimodal,
+                compute_entropy=compute_entropy,
+                compute_aux_loss=compute_aux_loss,
             )
         self._tokens_run = 0
         step = batch_size or len(input_ids)
@@ -275,16 +274,6 @@ class TrainingForward:
         groups = rows_by_prompt(ids, mask, width) if shares else [[row] for row in range(len(ids))]
         order = torch.tensor(micro_batch_order(costs, groups, rows))
         return [take_rows(slices, order[start : start + rows]) for start in range(0, len(order), rows)]
-
-
-def _joined(parts: Sequence[Outputs]) -> Outputs:
-    """The outputs of chunks of rows as those of all rows, as TRL joins them."""
-    logps, entropies, losses = zip(*parts, strict=True)
-    return (
-        torch.cat(logps),
-        None if entropies[0] is None else torch.cat(entropies),
-        None if losses[0] is None else torch.stack(losses).mean(),
-    )
 
 
 def take_rows(slices: list[dict[str, Any]], rows: torch.Tensor) -> dict[str, Any]:
