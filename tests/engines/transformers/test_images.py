@@ -15,7 +15,6 @@ from trl_a3po.engines.transformers.decoder import SlotDecoder
 from trl_a3po.protocol.engine import GroupFinished, GroupRequest
 from trl_a3po.protocol.images import PromptImages
 from trl_a3po.publish.collect import collect_weights
-from trl_a3po.testing import completion_logps
 
 LENGTH, TOLERANCE = 8, 1e-4
 PROMPTS = [
@@ -52,8 +51,15 @@ def decoder_of(model, length: int = LENGTH, **changes) -> SlotDecoder:
 
 
 def errors(model, request: GroupRequest, rollout) -> torch.Tensor:
-    """How far each recorded log-prob is from a clean forward's."""
-    clean = completion_logps(model, request.prompt_ids, rollout.token_ids, 1.0, request.images)
+    """How far each recorded log-prob is from a clean forward's, whose positions and masks are the model's own."""
+    fields = {} if request.images is None else request.images.fields
+    ids = torch.tensor([[*request.prompt_ids, *rollout.token_ids]])
+    kinds = {name: torch.zeros_like(ids) for name in fields if name.endswith("token_type_ids")}
+    for name, of_whole in kinds.items():
+        of_whole[:, : fields[name].shape[1]] = fields[name]
+    with torch.no_grad():
+        logits = model(ids, **{**fields, **kinds}).logits[0, len(request.prompt_ids) - 1 : -1].float()
+    clean = logits.log_softmax(-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
     return (clean - torch.tensor(rollout.logps)).abs()
 
 
@@ -152,28 +158,37 @@ def test_a_later_turn_goes_on_in_its_parked_slot_unless_it_shows_another_image(f
     assert encoded.times == 1, "the slot was parked"
     assert errors(model, text, second).max() < TOLERANCE
 
-    shown = image_request(processor, 8, "w1 w2 w3 w4", [picture(0), picture(5, 14, 30)], rollouts=1)
-    another = replace(shown, first_rollout=1, first_position=9, first_episode=11)
+    shown = image_request(processor, 8, "w9", [picture(5, 14, 30)])
+    both = image_request(processor, 8, "w9", [picture(0), picture(5, 14, 30)]).images
+    ids = (*text.prompt_ids, *second.token_ids, *shown.prompt_ids)
+    for name in both.fields:
+        if name.endswith("token_type_ids"):  # 1 where the tokens of an image are
+            both.fields[name] = torch.isin(torch.tensor([ids]), torch.tensor([5, 7])).long()
+    of_completion = len(ids) - len(first.prompt_ids)
+    another = replace(text, request_id=8, prompt_ids=ids, images=both, first_position=of_completion)
     (third,) = run(decoder, [another])[8]
-    assert encoded.times == 2
+    assert encoded.times == 2, "the other image needs a forward over the whole"
     assert errors(model, another, third).max() < TOLERANCE
 
 
-def test_images_stay_with_a_slot_that_is_moved_and_one_that_is_evicted():
+def test_images_stay_with_a_slot_that_is_moved_and_with_one_that_is_parked():
     """Qwen's positions are ahead of their places by another number in every slot."""
     model, requests = FAMILIES["qwen3_vl"].model(), requests_of("qwen3_vl")
     decoder = decoder_of(model, length=30, slots=3)
     wanted = [
-        replace(request, max_new_tokens=3 + 5 * (number % 3), first_episode=10 * number)
-        for number, request in enumerate(requests * 3)
+        replace(request, max_new_tokens=3 + 5 * number, first_episode=number, num_rollouts=1)
+        for number, request in enumerate([requests[2], requests[1], requests[0]])
     ]
     wanted = [replace(request, request_id=number, noise_key=number) for number, request in enumerate(wanted)]
+    moves, move, ahead = [], decoder._move, decoder._slots.ahead
+    decoder._move = lambda source, target: moves.append((ahead[source], ahead[target])) or move(source, target)
     groups = run(decoder, wanted)
+    assert any(source != target for source, target in moves)
     for request in wanted:
         for rollout in groups[request.request_id]:
             assert errors(model, request, rollout).max() < TOLERANCE
     again = [
-        turn_after(request, 2, (*groups[number][2].token_ids, 33), request_id=50 + number, tokens=4)
+        turn_after(request, 0, (*groups[number][0].token_ids, 33), request_id=50 + number, tokens=4)
         for number, request in enumerate(wanted)
     ]
     turns = run(decoder, again)
