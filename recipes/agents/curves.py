@@ -54,6 +54,7 @@ def study(
     seeds: Sequence[int] = (0, 1, 2),
     arms: Sequence[str] = ("A3POTrainer",),
     against: str = "step",
+    output: str = "outputs/agents",
 ) -> None:
     """Run every arm with every seed, write `NAME.json` and `NAME.png`, and say what has been learned.
 
@@ -65,12 +66,13 @@ def study(
         seeds: by default.
         arms: what is compared.
         against: what the figure has from left to right, `"step"` or `"seconds"`.
+        output: the folder of the files, by default.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, nargs="+", default=seeds)
     parser.add_argument("--steps", type=int, default=steps, help="optimizer steps of a run")
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms)
-    parser.add_argument("--output", default="outputs/agents")
+    parser.add_argument("--output", default=output)
     arguments = parser.parse_args()
     if not torch.accelerator.is_available():
         torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the engine has the other half of the cores

@@ -101,9 +101,9 @@ def test_a_board_of_textarena_is_that_of_its_seed_and_a_hole_ends_the_game():
     assert not game.answer("[up]") and game.answer("[up]") and game.reward == 0.0
 
 
-def learn(recipe: str, folder: Path, *options: str) -> str:
+def learn(script: Path, folder: Path, *options: str) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, str(AGENTS / f"{recipe}.py"), "--output", str(folder), *options]
+    command = [sys.executable, str(script), "--output", str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -114,7 +114,7 @@ def learn(recipe: str, folder: Path, *options: str) -> str:
 def test_a_recipe_runs(recipe, tmp_path):
     if recipe == "frozen_lake":
         pytest.importorskip("textarena")
-    printed = learn(recipe, tmp_path, "--seeds", "0", "--steps", "2", "--arms", "A3POTrainer")
+    printed = learn(AGENTS / f"{recipe}.py", tmp_path, "--seeds", "0", "--steps", "2", "--arms", "A3POTrainer")
     curves = json.loads((tmp_path / f"{recipe}.json").read_text())
     assert all([point["step"] for point in curve] == [1, 2] for runs in curves.values() for curve in runs)
     assert "seed 0: reward" in printed
@@ -126,6 +126,6 @@ def test_a_recipe_runs(recipe, tmp_path):
 def test_the_reward_rises_on_three_seeds(recipe, tmp_path):
     if recipe == "frozen_lake":
         pytest.importorskip("textarena")
-    printed = learn(recipe, tmp_path)
+    printed = learn(AGENTS / f"{recipe}.py", tmp_path)
     rises = re.findall(r"reward ([\d.]+) in the first 5 steps, ([\d.]+) in the last", printed)
     assert len(rises) == 3 and all(float(last) - float(first) >= 0.2 for first, last in rises)
