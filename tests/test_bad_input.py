@@ -6,6 +6,7 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,10 +25,12 @@ from transformers import (
 from tests.runs import COMPLETE, build, logged
 from tests.tiny import VOCAB, save_tiny_model, tiny_config, tiny_prompts, tiny_tokenizer
 from trl_a3po import A3POConfig, A3POTrainer
-from trl_a3po.checks.policy import check_sharding, check_trained_before
+from trl_a3po.checks.policy import check_evaluated, check_sharding, check_shards, check_trained_before
 from trl_a3po.errors import EngineError, RewardError, StampError
 from trl_a3po.protocol.records import Rollout
 from trl_a3po.testing import StubEngine
+
+FSDP2 = {"fsdp_version": 2, "activation_checkpointing": False}
 
 
 def prompts(*values) -> Dataset:
@@ -378,9 +381,34 @@ def test_a_second_training_under_deepspeed_is_refused():
         check_trained_before(True, True)
 
 
-def test_fsdp_is_refused():
-    with pytest.raises(ValueError, match=r"launched with FSDP.*launch it with DDP or DeepSpeed ZeRO"):
-        check_sharding(True)
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"fsdp_version": 1}, r"fsdp_version=1.*set fsdp_version: 2"),
+        ({"activation_checkpointing": True}, r"fsdp_activation_checkpointing: true.*gradient_checkpointing=True"),
+    ],
+)
+def test_a_launch_whose_shards_cannot_be_published_is_refused(options, what):
+    check_sharding(None)
+    check_sharding(SimpleNamespace(**FSDP2))
+    with pytest.raises(ValueError, match=what):
+        check_sharding(SimpleNamespace(**(FSDP2 | options)))
+
+
+def test_a_model_that_fsdp_cannot_shard_for_publishing_is_refused(tmp_path):
+    model, args = AutoModelForCausalLM.from_config(tiny_config()), A3POConfig(str(tmp_path), use_cpu=True)
+    check_shards(args, True, model)
+    args.torch_compile = True
+    check_shards(args, False, model)
+    with pytest.raises(ValueError, match=r"torch_compile=True cannot hold under FSDP2.*set torch_compile=False"):
+        check_shards(args, True, model)
+
+
+def test_an_evaluation_before_training_is_refused_under_fsdp():
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    check_evaluated(False, model)
+    with pytest.raises(ValueError, match=r"before train\(\), but FSDP2.*set eval_on_start=True"):
+        check_evaluated(True, model)
 
 
 def test_several_devices_in_one_process_are_refused(model_path, tmp_path, monkeypatch):

@@ -130,7 +130,7 @@ REFUSED_VALUES = {
     "vllm_group_port": 4242,
     "save_on_each_node": True,
 }
-AT_CONSTRUCTION = {"fsdp", "fsdp_config", "parallelism_config"}  # tests/test_bad_input.py, tests of the launch
+AT_CONSTRUCTION = {"parallelism_config"}  # tests/test_bad_input.py, tests of the launch
 
 
 def test_a_refused_setting_raises_with_what_to_do(tmp_path):

@@ -51,6 +51,7 @@ TRAINER_HOOKS = {
     "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
     "_load_best_model": ("self",),
     "save_model": ("self", "output_dir", "_internal_call"),
+    "create_accelerator_and_postprocess": ("self",),
     "get_tp_size": ("self",),
     "get_cp_size": ("self",),
     "get_sp_size": ("self",),

@@ -65,7 +65,14 @@ from trl_a3po.checks.overrides import (
     check_prepared,
     check_thread,
 )
-from trl_a3po.checks.policy import check_parallelism, check_policy, check_sharding, check_trained_before
+from trl_a3po.checks.policy import (
+    check_evaluated,
+    check_parallelism,
+    check_policy,
+    check_sharding,
+    check_shards,
+    check_trained_before,
+)
 from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_schedule import check_periodic
 from trl_a3po.config.plan import table
@@ -77,6 +84,7 @@ from trl_a3po.episodes.episode import RolloutFunction
 from trl_a3po.errors import Terminated
 from trl_a3po.forward.training import TrainingForward
 from trl_a3po.models.mode import mode_of_this_thread
+from trl_a3po.models.sharded import keep_output_dtypes
 from trl_a3po.objectives import token_staleness
 from trl_a3po.objectives.inputs import per_token
 from trl_a3po.planning.earlier_run import forecast_from_earlier_run
@@ -116,7 +124,7 @@ from trl_a3po.session.build_engine import (
     split_of,
 )
 from trl_a3po.session.build_episodes import closing_environments_on_error, remove_close_from_tools, runs_episodes
-from trl_a3po.session.build_policy import build_policy, zero_stage
+from trl_a3po.session.build_policy import build_policy, is_partitioned, zero_stage
 from trl_a3po.session.build_scorer import (
     add_recorded_reward,
     new_reward_thread,
@@ -164,7 +172,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
 
     Raises:
         ValueError: a setting, an argument or the dataset cannot be used, or is not supported with asynchronous
-            generation: a synchronous `rollout_func`, video and audio, FSDP.
+            generation: a synchronous `rollout_func`, video and audio, FSDP1.
         A3POError: the run cannot continue. `trl_a3po.errors` lists what can be raised while training is under way.
     """
 
@@ -241,12 +249,17 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
                 )
             self._complete(on_group)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        check_sharding(plugin)
+        keep_output_dtypes(plugin)
+
     def _complete(self, on_group: OnGroup | None) -> None:
         """Check what TRL has built, and build the rest. The engine starts with training."""
         args = self.args
         add_recorded_reward(self)
         remove_close_from_tools(self)
-        check_sharding(self.is_fsdp_enabled)
         check_parallelism(self.get_tp_size(), self.get_cp_size(), self.get_sp_size())
         aux_loss = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         check_periodic(args, deepspeed=self.is_deepspeed_enabled, aux_loss=aux_loss)
@@ -262,6 +275,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         models: list[nn.Module] = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         self._training_forward = TrainingForward(args, self.accelerator, models, shows_images=self._is_vlm)
         policy = self.accelerator.unwrap_model(self.model)
+        check_shards(args, self.is_fsdp_enabled, policy)
         check_policy(args, policy, sampling_settings(args, self.generation_config, policy))
         if self.accelerator.is_main_process:
             warn_of_noise(args, policy)
@@ -389,11 +403,20 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         model = self.accelerator.unwrap_model(self.model)
         dtype = engine_dtype(self.args, model, self.accelerator.mixed_precision)
         processes, forward = self.accelerator.num_processes, self._training_forward.description(model)
-        stage = zero_stage(self)
-        shared = 0 if stage == 3 else shared_with_engine(self.args, model, self.accelerator.device, dtype)
+        stage, fsdp = zero_stage(self), self.is_fsdp_enabled
+        shared = 0 if is_partitioned(self) else shared_with_engine(self.args, model, self.accelerator.device, dtype)
         optimizer = None if self.optimizer is None else type(self.optimizer).__name__
         plan = trainer_plan(
-            self.args, model, engine_slots(self.args), dtype.itemsize, forward, processes, stage, shared, optimizer
+            self.args,
+            model,
+            engine_slots(self.args),
+            dtype.itemsize,
+            forward,
+            processes,
+            stage,
+            shared,
+            optimizer,
+            fsdp=fsdp,
         )
         rules, split = queue_rules(self.args, episodes=runs_episodes(self)), split_of(self.args, processes)
         line = forecast_from_earlier_run(self.args.output_dir, rules, split)
@@ -571,6 +594,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         check_thread("evaluate", self._training_thread)
+        check_evaluated(self.is_fsdp_enabled, self.model)
         try:
             output = super().evaluation_loop(*args, **kwargs)
         finally:

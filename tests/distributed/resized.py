@@ -5,14 +5,13 @@ import os
 import sys
 from pathlib import Path
 
-from tests.distributed.runs import build, leave, use_deepspeed
+from tests.distributed.runs import build, leave, use
 
 
 def main() -> None:
     folder, mode, name = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     checkpoint = str(folder / sys.argv[4]) if len(sys.argv) > 4 else None
-    if mode.startswith("zero"):
-        use_deepspeed(folder, int(mode[-1]))
+    use(folder, mode)
     trainer = build(
         folder,
         mode,

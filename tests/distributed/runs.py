@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import gather_object
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, gather_object
 from peft import LoraConfig
 
 from tests.episodes.chat import call, chat_model, chat_tokenizer, questions, results_in, said
@@ -30,6 +30,7 @@ RUNS = {
     "lora": {"lora": True, "delivery_check_steps": 1},
     "merged": {"lora": True, "lora_sync": "merged", "delivery_check_steps": 1},
     "grpo-kl": {"lora": True, "loss_type": "grpo", "beta": 0.04},
+    "reference": {"beta": 0.04},
     "cut-groups": {"num_generations": 16},
     "sequence": {"importance_sampling_level": "sequence", "loss_type": "dr_grpo"},
     "shared-prompt": {"packed_forward": "on", "shared_prompt": "on"},
@@ -51,6 +52,10 @@ MODES = {
     "ddp": {"use_cpu": True, "ddp_backend": "gloo"},
     "zero2": {"ddp_backend": "gloo"},
     "zero3": {"ddp_backend": "gloo"},
+    "fsdp2": {"ddp_backend": "gloo"},
+    "fsdp2-bf16": {"ddp_backend": "gloo", "engine": "transformers", "delivery_check_steps": 1},
+    "fsdp2-gpu": {"delivery_check_steps": 1},  # by `accelerate launch`, on GPUs
+    "fsdp2-full": {"ddp_backend": "gloo"},  # as a state dict that is saved whole, with weights that all processes load
     "launched": {"ddp_backend": "gloo"},  # by `accelerate launch` with a configuration
 }
 
@@ -76,6 +81,32 @@ def use_deepspeed(folder: Path, stage: int) -> None:
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path),
         "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
     }
+
+
+def use(folder: Path, mode: str) -> None:
+    """Set the environment as the launcher of `mode` would."""
+    if mode.startswith("zero"):
+        use_deepspeed(folder, int(mode[-1]))
+    if mode.startswith("fsdp2") and mode != "fsdp2-gpu":
+        full = mode.endswith("full")
+        use_fsdp(
+            FSDP_STATE_DICT_TYPE=f"{'FULL' if full else 'SHARDED'}_STATE_DICT",
+            FSDP_CPU_RAM_EFFICIENT_LOADING=str(not full).lower(),
+            ACCELERATE_MIXED_PRECISION="bf16" if mode.endswith("bf16") else "no",
+        )
+
+
+def use_fsdp(**settings: str) -> None:
+    """As `accelerate launch --use_fsdp --fsdp_version 2` would, on CPUs: accelerate has FSDP for accelerators alone,
+    so that it is told that this is one. All the rest is its own and torch's."""
+    os.environ |= {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+        **settings,
+    }
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
 
 
 class MeasuringEngine(StubEngine):
@@ -216,8 +247,7 @@ def run(name: str, folder: Path, mode: str, processes: int) -> None:
 def main() -> None:
     folder, mode, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:] or list(RUNS)
     processes = int(os.environ["WORLD_SIZE"])
-    if mode.startswith("zero"):
-        use_deepspeed(folder, int(mode[-1]))
+    use(folder, mode)
     gc.freeze()  # accelerate collects garbage in every training
     for name in names:
         run(name, folder, mode, processes)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from transformers import AutoModelForCausalLM
 
@@ -12,7 +13,7 @@ from trl_a3po import A3POConfig
 from trl_a3po.report.memory import TrainerMemory
 
 FOLDER = Path(ROOT) / "recipes" / "accelerate_configs"
-STAGES = {"single_gpu": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
+STAGES = {"single_gpu": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3, "fsdp2": 0}
 
 
 def test_every_configuration_is_known_here():
@@ -34,3 +35,19 @@ def test_each_zero_stage_spreads_one_more_part_of_the_memory(tmp_path, stage, sh
     whole, split = TrainerMemory.of(args, model), TrainerMemory.of(args, model, processes=4, zero_stage=stage)
     parts = (whole.weights // split.weights, whole.gradients // split.gradients, whole.states // split.states)
     assert parts == shares
+
+
+def test_fsdp2_spreads_all_of_it_and_trains_float32(tmp_path):
+    model = AutoModelForCausalLM.from_config(tiny_config(), dtype=torch.bfloat16)
+    whole = TrainerMemory.of(A3POConfig(output_dir=str(tmp_path)), model)
+    split = TrainerMemory.of(A3POConfig(output_dir=str(tmp_path), bf16=True, use_cpu=True), model, 4, fsdp=True)
+    assert (split.weights, split.gradients, split.states) == (
+        whole.weights // 2,
+        whole.gradients // 2,
+        whole.states // 2,
+    )
+
+
+def test_the_fsdp_configuration_is_one_that_is_accepted():
+    options = load_config_from_file(str(FOLDER / "fsdp2.yaml")).fsdp_config
+    assert options["fsdp_version"] == 2 and not options["fsdp_activation_checkpointing"]

@@ -35,11 +35,12 @@ def assert_same(found, expected):
     assert ours["published"] == theirs["published"]
 
 
-def test_two_processes_train_what_one_trains_in_sync(folder):
-    done = launch("tests.distributed.runs", folder, "ddp", "periodic", "periodic-kl")
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_processes_train_what_one_trains_in_sync(folder, mode):
+    done = launch("tests.distributed.runs", folder, mode, "periodic", "periodic-kl")
     assert done.returncode == 0, done.stdout[-6000:]
-    assert_same(folder / "ddp" / "periodic", folder / "one" / "sync")
-    assert_same(folder / "ddp" / "periodic-kl", folder / "one" / "sync-kl")
+    assert_same(folder / mode / "periodic", folder / "one" / "sync")
+    assert_same(folder / mode / "periodic-kl", folder / "one" / "sync-kl")
 
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])

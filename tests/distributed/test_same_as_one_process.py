@@ -1,4 +1,4 @@
-"""Two processes, and ZeRO over two, train what one process trains on the same completions.
+"""Two processes, and ZeRO and FSDP2 over two, train what one process trains on the same completions.
 
 What differs is the order in which numbers are added: the rows of a step lie on other processes and in other
 micro-batches, and ZeRO flattens gradients before it clips them. In fp32 that is a relative 1e-6 or so a step; three
@@ -16,7 +16,7 @@ from tests.distributed.launch import launch
 from tests.tiny import save_tiny_model
 
 pytestmark = pytest.mark.timeout(900)
-SPREAD = ["ddp", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("zero2", "zero3"))]
+SPREAD = ["ddp", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("zero2", "zero3", "fsdp2"))]
 
 
 @pytest.fixture(scope="module")

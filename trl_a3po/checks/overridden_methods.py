@@ -180,8 +180,8 @@ METHODS = (
     ),
     BorderRow(
         "refused",
-        "a policy that is split by tensor, context or sequence parallelism cannot be trained here. Train with DDP or "
-        "DeepSpeed ZeRO",
+        "a policy that is split by tensor, context or sequence parallelism cannot be trained here. Train with DDP, "
+        "DeepSpeed ZeRO or FSDP2",
         ("_prepare_context_parallel_inputs",),
     ),
     BorderRow(

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trl_a3po.config import A3POConfig
@@ -44,12 +46,54 @@ def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling:
     _check_left_padding(model, config)
 
 
-def check_sharding(is_fsdp_enabled: bool) -> None:
-    """Raise `ValueError` for a launch that partitions the weights in a way that publishing cannot gather."""
-    if is_fsdp_enabled:
+def check_sharding(fsdp_plugin: Any | None) -> None:
+    """Raise `ValueError` for a launch that spreads the weights in a way that publishing cannot gather.
+
+    Args:
+        fsdp_plugin: accelerate's; `None` for a launch without FSDP.
+    """
+    if fsdp_plugin is None:
+        return
+    if fsdp_plugin.fsdp_version != 2:
         raise ValueError(
-            "The run was launched with FSDP, whose shards cannot be published to an engine yet: launch it with DDP or "
-            "DeepSpeed ZeRO (recipes/accelerate_configs)."
+            f"The run was launched with fsdp_version={fsdp_plugin.fsdp_version}, which flattens the weights, so that "
+            "they cannot be published to an engine: set fsdp_version: 2 (recipes/accelerate_configs/fsdp2.yaml), or "
+            "launch it with DDP or DeepSpeed ZeRO."
+        )
+    if fsdp_plugin.activation_checkpointing:
+        raise ValueError(
+            "The run was launched with fsdp_activation_checkpointing: true, which wraps the layers whose weights are "
+            "published: set it to false, and gradient_checkpointing=True, which recomputes activations as well."
+        )
+
+
+def check_shards(args: A3POConfig, is_fsdp_enabled: bool, model: PreTrainedModel | PeftModel) -> None:
+    """Raise `ValueError` for weights that FSDP2 would not shard, or that were sharded before training does it."""
+    if is_fsdp_enabled and args.torch_compile:
+        raise ValueError(
+            "torch_compile=True cannot hold under FSDP2, whose shards of a compiled model cannot be published: set "
+            "torch_compile=False, or launch it with DDP."
+        )
+    if is_fsdp_enabled and any(map(is_quantised, model.parameters())):
+        raise ValueError(
+            "The model is quantised, but FSDP2 does not shard quantised weights: launch it with DDP or ZeRO-2, or "
+            "load the model in bfloat16."
+        )
+    sharded = next((name for name, weight in model.named_parameters() if isinstance(weight, DTensor)), None)
+    if sharded is not None and not (is_fsdp_enabled and isinstance(model, FSDPModule)):
+        raise ValueError(
+            f"The model was loaded in parts ({sharded!r} is a DTensor), which publishing does not gather: load it "
+            "without a distributed_config, and launch it with FSDP2 (recipes/accelerate_configs/fsdp2.yaml)."
+        )
+
+
+def check_evaluated(is_fsdp_enabled: bool, model: torch.nn.Module) -> None:
+    """Raise `ValueError` for an evaluation before training under FSDP2: accelerate shards a model and its optimizer
+    together."""
+    if is_fsdp_enabled and not isinstance(model, FSDPModule):
+        raise ValueError(
+            "evaluate() was called before train(), but FSDP2 shards the model when training begins: set "
+            "eval_on_start=True, or evaluate after train()."
         )
 
 
@@ -59,7 +103,7 @@ def check_parallelism(tensor: int, context: int, sequence: int) -> None:
         if size > 1:
             raise ValueError(
                 f"The policy is split by {kind} parallelism of size {size}, whose parts cannot be published to an "
-                "engine or trained with these losses yet: launch it with DDP or DeepSpeed ZeRO "
+                "engine or trained with these losses yet: launch it with DDP, DeepSpeed ZeRO or FSDP2 "
                 "(recipes/accelerate_configs), and load the model without a tp_plan."
             )
 

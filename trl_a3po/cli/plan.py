@@ -81,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gpus_per_engine", type=int, default=1, help="GPUs of one engine (default: 1)")
     add("--gpu_memory", type=float, metavar="GIB", help="with --model: leave out splits that do not fit")
     add("--zero_stage", type=int, choices=(0, 1, 2, 3), default=0, help="DeepSpeed ZeRO, for the memory (default: 0)")
+    add("--fsdp", action="store_true", help="the trainers are launched with FSDP2, for the memory")
     add("--trainers", type=int, help="processes that train, without --gpus (default: those of the run, or 1)")
     add("--lengths", metavar="fixed:N|geometric:N", help="tokens of a completion: always N, or N on average and then "
         "cut at max_completion_length (default: those of the run)")  # fmt: skip
@@ -253,7 +254,7 @@ class _Memory:
     """Memory of trainers, engines and queue, from the shape of the model alone."""
 
     def __init__(self, parsed: argparse.Namespace, args: A3POConfig, model_args: ModelConfig):
-        self.args, self.zero_stage = args, parsed.zero_stage
+        self.args, self.zero_stage, self.fsdp = args, parsed.zero_stage, parsed.fsdp
         self.limit, self.per_engine = parsed.gpu_memory, parsed.gpus_per_engine
         dtype = getattr(torch, str(model_args.dtype), torch.float32)  # "auto" is not known without the weights
         self.engine_bytes = 2 if args.bf16 or args.fp16 else dtype.itemsize
@@ -273,6 +274,6 @@ class _Memory:
 
     def _sizes(self, split: Split) -> tuple[float, float]:
         """GiB of a GPU that trains, and of one that generates."""
-        trainer = TrainerMemory.of(self.args, self.model, split.trainers, self.zero_stage)
+        trainer = TrainerMemory.of(self.args, self.model, split.trainers, self.zero_stage, fsdp=self.fsdp)
         engine = EngineMemory.of(self.args, self.model, split.slots, self.engine_bytes)
         return (trainer.held + trainer.activations) / GIB, engine.held / self.per_engine / GIB

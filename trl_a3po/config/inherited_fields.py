@@ -161,6 +161,8 @@ FIELDS = (
         (
             "accelerator_config",
             "deepspeed",
+            "fsdp",
+            "fsdp_config",
             "ddp_find_unused_parameters",
             "ddp_bucket_cap_mb",
             "ddp_broadcast_buffers",
@@ -252,9 +254,9 @@ FIELDS = (
     ),
     BorderRow(
         "refused",
-        "shards of FSDP, and policies that are split by tensor, context or sequence parallelism, "
-        "cannot be published: launch with DDP or DeepSpeed ZeRO",
-        ("fsdp", "fsdp_config", "parallelism_config"),
+        "policies that are split by tensor, context or sequence parallelism cannot be published: launch with DDP, "
+        "DeepSpeed ZeRO or FSDP2",
+        ("parallelism_config",),
     ),
     BorderRow(
         "no effect",

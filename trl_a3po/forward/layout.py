@@ -7,7 +7,7 @@ token of each completion). Pure functions of the masks; no model, no attention.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -40,13 +40,16 @@ class Segment:
         return slice(self.start, self.end)
 
 
-@dataclass(frozen=True, eq=False)
 class PackedRow:
     """The segments of a packed row, in its order: first the shared prompts, then their continuations, prompt by
-    prompt, then the sequences that share no prompt."""
+    prompt, then the sequences that share no prompt.
 
-    segments: tuple[Segment, ...]
-    cache: dict[Any, Any] = field(default_factory=dict)  # what attention derives from the segments, once per forward
+    Not a dataclass: under mixed precision FSDP2 copies those among the arguments of a layer, contents included.
+    """
+
+    def __init__(self, segments: tuple[Segment, ...]):
+        self.segments = segments
+        self.cache: dict[Any, Any] = {}  # what attention derives from the segments, once per forward
 
     @property
     def tokens(self) -> int:

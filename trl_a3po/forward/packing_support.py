@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 
 from trl_a3po.forward.attention import plain_implementation
+from trl_a3po.models.sharded import plain_class
 from trl_a3po.models.unwrap import base_model
 
 # Attention by position, nothing learned by index, no state but keys and values, log-probs of dense layers only. The
@@ -25,9 +26,10 @@ def packing_refusal(model: torch.nn.Module, *, compiled: bool = False) -> str | 
     config = base.config.get_text_config()
     if config.model_type not in PACKABLE:
         return f"model_type={config.model_type!r} is not among those tested packed ({', '.join(PACKABLE)})"
-    if not type(base).__module__.startswith("transformers."):
+    model_class = plain_class(base)
+    if not model_class.__module__.startswith("transformers."):
         return (
-            f"{type(base).__name__} is not a class of transformers, so its forward may differ from "
+            f"{model_class.__name__} is not a class of transformers, so its forward may differ from "
             f"{config.model_type}'s"
         )
     implementation = plain_implementation(config._attn_implementation)

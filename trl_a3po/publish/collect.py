@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from trl_a3po.forward.attention import plain_implementation
 from trl_a3po.models.replica import named_weights
+from trl_a3po.models.sharded import plain_class
 from trl_a3po.models.unwrap import active_adapter, base_model
 from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 from trl_a3po.publish.quantised import dequantised_source, drop_quantisation, is_quantised, owning_module
@@ -40,14 +41,14 @@ def policy_spec(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Polic
             )
     config = plain_config(base)
     if not isinstance(model, PeftModel):
-        return PolicySpec(type(base), config, dtype)
+        return PolicySpec(plain_class(base), config, dtype)
     check_adapts_weights(model)
     adapter = active_adapter(model)
     peft_config = copy.deepcopy(model.peft_config[adapter])
     if isinstance(peft_config, LoraConfig):
         # Initialisations such as PiSSA compute on weights that the replica does not have yet.
         peft_config.init_lora_weights = False
-    return PolicySpec(type(base), config, dtype, peft_config, adapter)
+    return PolicySpec(plain_class(base), config, dtype, peft_config, adapter)
 
 
 def check_adapts_weights(model: PeftModel) -> None:

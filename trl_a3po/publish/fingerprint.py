@@ -2,7 +2,7 @@
 
 Guarantees: weights are only read. A weight that is written to in place, or replaced, gets another fingerprint. Torch
 does not count what is written through `.data`: such a write is noticed if it changes one of about `SAMPLES` elements
-that are spread over the weight. Of a weight that ZeRO-3 partitions, the part of this process counts.
+that are spread over the weight. Of a weight that is spread over processes, the part of this process counts.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trl_a3po.publish.weight_sources import WeightSource, local_part
+from trl_a3po.models.sharded import local_part
+from trl_a3po.publish.weight_sources import WeightSource
 
 SAMPLES = 1024  # elements of each tensor that are read
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
@@ -47,7 +48,7 @@ def fingerprint(sources: Mapping[str, WeightSource]) -> Fingerprint:
 
 
 def _place(whole: torch.Tensor, local: torch.Tensor) -> tuple[int, ...]:
-    """Where a tensor lies. DeepSpeed moves a partitioned weight without changing it, so that only its values count."""
+    """Where a tensor lies. A weight that is spread may move without a change, so that only its values count."""
     return () if local is not whole else (local.data_ptr(), local._version)
 
 

@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
+from trl_a3po.models.sharded import plain_class
 from trl_a3po.models.unwrap import active_adapter, base_model
 from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 from trl_a3po.publish.collect import plain_config
@@ -40,7 +41,7 @@ def merged_spec(model: PeftModel, dtype: torch.dtype) -> PolicySpec:
         if f"{_plain(path)}.weight" in sources:
             config.tie_word_embeddings = False
             config.get_text_config().tie_word_embeddings = False
-    return PolicySpec(type(base), config, dtype)
+    return PolicySpec(plain_class(base), config, dtype)
 
 
 def merged_sources(model: PeftModel) -> dict[str, WeightSource]:

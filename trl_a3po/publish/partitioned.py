@@ -1,5 +1,5 @@
-"""The trained policy of a run with ZeRO-3: its partitioned weights are gathered for an engine, and perturbed for the
-delivery check.
+"""The trained policy of a run with ZeRO-3 or FSDP2: its weights, which are spread over the processes, are gathered for
+an engine, and perturbed for the delivery check.
 
 Guarantees: all processes gather together, when the main process calls them (`distributed/team.py`); while an engine
 reads an update, no process holds more gathered weights than one bucket, which is `BUCKET_BYTES`, or a single weight if
@@ -9,7 +9,8 @@ which every weight has its exact value again.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from peft import PeftModel
@@ -17,24 +18,45 @@ from transformers import PreTrainedModel
 
 from trl_a3po.distributed.team import Team
 from trl_a3po.models.eval_mode import eval_mode
+from trl_a3po.models.sharded import full_shape
 from trl_a3po.protocol.weights import GatheredTensors, WeightUpdate
 from trl_a3po.publish.changed_weights import ChangedWeights
 from trl_a3po.publish.fingerprint import Fingerprint, fingerprint
 from trl_a3po.publish.perturbation import PerturbationNoise
-from trl_a3po.publish.weight_sources import WeightSource, full_shape
+from trl_a3po.publish.weight_sources import WeightSource
 
 BUCKET_BYTES = 256 * 2**20
 
 
+class Shards(Protocol):
+    """How the processes hold the weights together: `ZeroShards` or `FsdpShards`. All of them call a method at the same
+    time, with the same arguments."""
+
+    def settle(self) -> None:
+        """Have the module hold its weights in parts again, where a forward has left them whole."""
+
+    def gathered(self, sources: Mapping[str, WeightSource]) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        """The weights of `sources` by name in the main process, and nothing in the others; for as long as the context
+        lasts."""
+
+    def move(self, name: str, weight: torch.Tensor, moved: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Give the parameter `name` the values that `moved` makes of its present ones, and remember these."""
+
+    def restore(self, name: str, weight: torch.Tensor) -> None:
+        """Give the parameter `name` the values that it had before `move`."""
+
+
 class PartitionedPolicy:
-    """The trained policy of a run with ZeRO-3. Every process creates one; the main process calls its methods.
+    """The trained policy of a run whose weights are spread over the processes. Every process creates one; the main
+    process calls its methods.
 
     Args:
         team: the processes.
         model: the trained module, unwrapped.
+        shards: how the processes hold the weights.
         sources: the sources of the weights of an update, given the module.
-        forward: `(input_ids, length)` -> log-probs of the last `length` tokens, by the training forward, which has a
-            DeepSpeed trace of its own for this (`forward/zero_traces.py`).
+        forward: `(input_ids, length)` -> log-probs of the last `length` tokens, by the training forward, which calls
+            the module as training does, so that its hooks gather the weights of each layer.
         check_frozen: as in `ChangedWeights`.
     """
 
@@ -42,17 +64,18 @@ class PartitionedPolicy:
         self,
         team: Team,
         model: PreTrainedModel | PeftModel,
+        shards: Shards,
         sources: Callable[[Any], Mapping[str, WeightSource]],
         forward: Callable[[torch.Tensor, int], torch.Tensor],
         check_frozen: Callable[[set[str]], None] = lambda _: None,
     ):
         self._team = team
         self._model = model
+        self._shards = shards
         self._sources_of = sources
-        self._sources = sources(model)
+        self._read_sources()
         self._changed = ChangedWeights(self._sources, check_frozen)
         self._forward = forward
-        self._original: dict[str, torch.Tensor] = {}
         team.on_call("sources", self._read_sources)
         team.on_call("gather", self._help_gather)
         team.on_call("logps", self._logps)
@@ -72,7 +95,9 @@ class PartitionedPolicy:
         return WeightUpdate(version, GatheredTensors(specs, buckets(sizes, BUCKET_BYTES), self._gathered), complete)
 
     def fingerprint(self) -> Fingerprint:
-        return fingerprint(self._sources_of(self._model))
+        self._team.call_others("sources")
+        self._read_sources()
+        return fingerprint(self._sources)
 
     def logps(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
@@ -83,8 +108,8 @@ class PartitionedPolicy:
 
     @contextmanager
     def perturbed(self, strength: float) -> Iterator[None]:
-        """Inside, its weights are those of `perturbed_weights`. The main process keeps a copy of the trained weights
-        in host memory."""
+        """Inside, its weights are those of `perturbed_weights`. A copy of the trained weights is kept in host
+        memory."""
         self._team.call_others("perturb", strength)
         self._perturb(strength)
         try:
@@ -96,17 +121,18 @@ class PartitionedPolicy:
     @contextmanager
     def _gathered(self, names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
         self._team.call_others("gather", names)
-        with _gathered(self._tensors(names)):
-            yield {name: self._sources[name].value() for name in names}
+        with self._shards.gathered({name: self._sources[name] for name in names}) as weights:
+            yield weights
 
     # --- in every process ---------------------------------------------------------------------------------------
 
     def _help_gather(self, names: Sequence[str]) -> None:
-        with _gathered(self._tensors(names)):
+        with self._shards.gathered({name: self._sources[name] for name in names}):
             pass
 
     def _read_sources(self) -> None:
         """See the module as it is now: another adapter may be active, and other weights may be trained."""
+        self._shards.settle()
         self._sources = self._sources_of(self._model)
 
     @torch.no_grad()
@@ -117,25 +143,19 @@ class PartitionedPolicy:
 
     @torch.no_grad()
     def _perturb(self, strength: float) -> None:
+        self._shards.settle()
         noise = PerturbationNoise(self._model)
         for number, (name, weight) in enumerate(self._model.named_parameters()):
             if weight.requires_grad:
-                with _gathered([weight], changed_by_main=True):
-                    if self._team.is_main:
-                        self._original[name] = weight.detach().to("cpu", copy=True)
-                        weight.copy_(noise.added_to(weight.detach(), weight, number, strength))
+                moved = partial(noise.added_to, parameter=weight, number=number, strength=strength)
+                self._shards.move(name, weight, moved)
 
     @torch.no_grad()
     def _restore(self) -> None:
+        self._shards.settle()
         for name, weight in self._model.named_parameters():
             if weight.requires_grad:
-                with _gathered([weight], changed_by_main=True):
-                    if self._team.is_main:
-                        weight.copy_(self._original.pop(name))
-
-    def _tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
-        tensors = {id(tensor): tensor for name in names for tensor in self._sources[name].tensors}
-        return list(tensors.values())
+                self._shards.restore(name, weight)
 
 
 def buckets(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
@@ -149,18 +169,6 @@ def buckets(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
         runs[-1].append(name)
         held += size
     return runs
-
-
-def _gathered(tensors: Sequence[torch.Tensor], *, changed_by_main: bool = False) -> AbstractContextManager[Any]:
-    """A context in which the partitioned ones among `tensors` are gathered. With `changed_by_main`, what the main
-    process changes in them reaches every partition."""
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, is_zero_param
-
-    partitioned = [tensor for tensor in tensors if is_zero_param(tensor)]
-    context: AbstractContextManager[Any] = GatheredParameters(
-        partitioned, modifier_rank=0 if changed_by_main else None, enabled=bool(partitioned)
-    )
-    return context
 
 
 def _full_bytes(tensor: torch.Tensor) -> int:

@@ -65,4 +65,5 @@ def check_same_adapter(model: PeftModel, adapter: str, active: str) -> None:
 
 def _zeros(source: WeightSource) -> WeightSource:
     (weight,) = source.tensors
-    return WeightSource(True, (weight,), lambda: torch.zeros_like(weight), weight, "zeros")
+    empty = torch.empty(source.shape, dtype=weight.dtype, device="meta")
+    return WeightSource(True, (weight,), lambda: torch.zeros_like(empty, device=weight.device), empty, "zeros")

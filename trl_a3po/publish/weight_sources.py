@@ -5,9 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from transformers.integrations import is_deepspeed_zero3_enabled
 
+from trl_a3po.models.sharded import full_shape
 from trl_a3po.protocol.weights import GatheredTensors, WeightUpdate
 
 
@@ -73,24 +72,6 @@ def local_update(
     return WeightUpdate(version, GatheredTensors(views | templates, buckets, gather), complete, frozen)
 
 
-def full_shape(tensor: torch.Tensor) -> torch.Size:
-    """The shape of a parameter as a whole, also while ZeRO-3 has it partitioned."""
-    if is_deepspeed_zero3_enabled():
-        from deepspeed.runtime.zero.partition_parameters import is_zero_param
-
-        if is_zero_param(tensor):
-            return torch.Size(tensor.ds_shape)  # type: ignore[attr-defined]  # set by DeepSpeed
-    return tensor.shape
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a parameter that ZeRO-3 partitions, as a vector, and other tensors as they are. Every
-    element is in one process, and the filling behind the last one, which can be anything, in none."""
-    if is_deepspeed_zero3_enabled():
-        from deepspeed.runtime.zero.partition_parameters import is_zero_param
-
-        if is_zero_param(tensor):
-            part, whole, group = tensor.ds_tensor, tensor.ds_numel, tensor.ds_process_group  # type: ignore[attr-defined]
-            elements: torch.Tensor = part[: max(0, whole - part.ds_numel * dist.get_rank(group))]
-            return elements
-    return tensor
+def tensors_of(sources: Mapping[str, WeightSource]) -> list[torch.Tensor]:
+    """The tensors of the trained module that the weights of `sources` are made of, each once."""
+    return list({id(tensor): tensor for source in sources.values() for tensor in source.tensors}.values())

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trl_a3po.config import A3POConfig
-from trl_a3po.models.memory import LayerShape, optimizer_bytes
-from trl_a3po.publish.weight_sources import full_shape
+from trl_a3po.models.memory import FP32_BYTES, LayerShape, optimizer_bytes
+from trl_a3po.models.sharded import full_shape
 
 Model = PreTrainedModel | nn.Module
 
@@ -35,21 +35,34 @@ class TrainerMemory:
 
     @classmethod
     def of(
-        cls, args: A3POConfig, model: Model, processes: int = 1, zero_stage: int = 0, optimizer: str | None = None
+        cls,
+        args: A3POConfig,
+        model: Model,
+        processes: int = 1,
+        zero_stage: int = 0,
+        optimizer: str | None = None,
+        *,
+        fsdp: bool = False,
     ) -> Self:
-        """ZeRO-1 partitions the optimizer states, ZeRO-2 also the gradients, ZeRO-3 also the weights.
+        """ZeRO-1 partitions the optimizer states, ZeRO-2 also the gradients, ZeRO-3 also the weights. FSDP2 shards all
+        three, and under mixed precision accelerate has it train float32 weights.
 
         Args:
             model: the unwrapped policy.
             processes: number of processes that train.
             zero_stage: stage of DeepSpeed ZeRO; 0 without DeepSpeed.
             optimizer: the class of an optimizer that the caller has made; `None` for the one that `optim` names.
+            fsdp: launched with FSDP2.
         """
 
         def share(stage: int) -> int:
-            return processes if zero_stage >= stage else 1
+            return processes if fsdp or zero_stage >= stage else 1
 
-        sizes = [(full_shape(p).numel(), p.element_size(), p.requires_grad) for p in model.parameters()]
+        upcast = fsdp and (args.bf16 or args.fp16)
+        sizes = [
+            (full_shape(p).numel(), FP32_BYTES if upcast and p.requires_grad else p.element_size(), p.requires_grad)
+            for p in model.parameters()
+        ]
         trained = [(numbers, size) for numbers, size, requires_grad in sizes if requires_grad]
         name = args.optim if optimizer is None else optimizer
         states = [(numbers, optimizer_bytes(name, size, deepspeed=zero_stage > 0)) for numbers, size in trained]

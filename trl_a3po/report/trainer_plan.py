@@ -25,6 +25,8 @@ def trainer_plan(
     zero_stage: int = 0,
     shared_bytes: int = 0,
     optimizer: str | None = None,
+    *,
+    fsdp: bool = False,
 ) -> str:
     """The plan of the configuration, followed by the training forward and the memory of trainer and engine.
 
@@ -37,10 +39,12 @@ def trainer_plan(
         zero_stage: stage of DeepSpeed ZeRO; 0 without DeepSpeed.
         shared_bytes: of frozen weights of the trainer that the engine reads where they are.
         optimizer: the class of an optimizer that the caller has made; `None` for the one that `optim` names.
+        fsdp: launched with FSDP2.
     """
-    memory = TrainerMemory.of(args, model, processes, zero_stage, optimizer)
+    memory = TrainerMemory.of(args, model, processes, zero_stage, optimizer, fsdp=fsdp)
     engine = EngineMemory.of(args, model, slots, engine_bytes)
-    layout = f"ZeRO-{zero_stage}" if zero_stage else "data parallel" if processes > 1 else "one process"
+    spread = "FSDP2" if fsdp else f"ZeRO-{zero_stage}" if zero_stage else ""
+    layout = spread or ("data parallel" if processes > 1 else "one process")
     lines = {
         "training forward": forward,
         "trainers": f"{processes}, {layout}; the queue and the engine belong to the first"
@@ -64,7 +68,7 @@ def trainer_plan(
             "their prompts"
         )
     if args.engine == "transformers" or (args.engine == "vllm" and not args.vllm_server_urls):
-        lines["publishing"] = _publishing(args, zero_stage)
+        lines["publishing"] = _publishing(args, gathers=fsdp or zero_stage == 3)
     return f"{config_plan(args)}\n{table(lines)}"
 
 
@@ -72,8 +76,8 @@ def _states(states: int | None, optim: str) -> str:
     return f"{optim} {_gib(states)}" if states is not None else f"and the states of {optim}, which are not known"
 
 
-def _publishing(args: A3POConfig, zero_stage: int) -> str:
-    if args.device.type == "cuda" and zero_stage < 3:
+def _publishing(args: A3POConfig, *, gathers: bool) -> str:
+    if args.device.type == "cuda" and not gathers:
         return "training waits for a copy on its own GPU, which is sent to the engine while training goes on"
     return "training waits until the weights are in memory that the engine reads"
 

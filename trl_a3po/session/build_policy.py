@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from trl_a3po.publish.adapter_or_merged import check_frozen, published_sources
+from trl_a3po.publish.fsdp_shards import FsdpShards
 from trl_a3po.publish.local_policy import LocalPolicy
-from trl_a3po.publish.partitioned import PartitionedPolicy
+from trl_a3po.publish.partitioned import PartitionedPolicy, Shards
+from trl_a3po.publish.zero_shards import ZeroShards
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
@@ -18,14 +20,21 @@ def build_policy(trainer: "A3POTrainer") -> LocalPolicy | PartitionedPolicy:
     model, accelerator = trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator
     sources = published_sources(trainer.args, model)
     frozen = partial(check_frozen, trainer.args, model)
-    if zero_stage(trainer) == 3:
+    if is_partitioned(trainer):
+        main = trainer._team.is_main
+        shards: Shards = FsdpShards(model, main) if trainer.is_fsdp_enabled else ZeroShards(main)
 
         def forward(input_ids: torch.Tensor, length: int) -> torch.Tensor:
             ids = input_ids.to(accelerator.device)
             return trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), length)[0]
 
-        return PartitionedPolicy(trainer._team, model, sources, forward, frozen)
+        return PartitionedPolicy(trainer._team, model, shards, sources, forward, frozen)
     return LocalPolicy(model, sources, frozen)
+
+
+def is_partitioned(trainer: "A3POTrainer") -> bool:
+    """Whether no process holds all weights: with ZeRO-3 and with FSDP2."""
+    return trainer.is_fsdp_enabled or zero_stage(trainer) == 3
 
 
 def zero_stage(trainer: "A3POTrainer") -> int:

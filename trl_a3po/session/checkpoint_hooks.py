@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -24,9 +25,9 @@ from trl_a3po.config import A3POConfig
 from trl_a3po.distributed.team import Team
 from trl_a3po.episodes.episode import RolloutFunction
 from trl_a3po.errors import CheckpointError
+from trl_a3po.models.sharded import local_part, plain_class
 from trl_a3po.models.unwrap import base_model
 from trl_a3po.publish.quantised import keep_trained_dtypes
-from trl_a3po.publish.weight_sources import local_part
 from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.session.hub import without_records
@@ -135,8 +136,18 @@ class CheckpointHooks(GRPOTrainer):
         if _internal_call:  # part of a checkpoint, whose own error names the folder
             super().save_model(output_dir, _internal_call)
             return
-        with as_checkpoint_error(f"Saving the model failed in {output_dir or self.args.output_dir}"):
+        with as_checkpoint_error(f"Saving the model failed in {output_dir or self.args.output_dir}"), self._as_whole():
             super().save_model(output_dir, _internal_call)
+
+    @contextmanager
+    def _as_whole(self) -> Iterator[None]:
+        """Inside, a model that FSDP shards is saved as a whole, whatever a checkpoint holds of it: `Trainer` would
+        save nothing with SHARDED_STATE_DICT, and say nothing."""
+        if not self.is_fsdp_enabled:
+            yield
+            return
+        with temporarily(self.accelerator.state.fsdp_plugin, state_dict_type=StateDictType.FULL_STATE_DICT):
+            yield
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self._holds_push:
@@ -152,7 +163,7 @@ class CheckpointHooks(GRPOTrainer):
         if self.is_world_process_zero():
             model = base_model(self.accelerator.unwrap_model(self.model))
             folder = self.args.output_dir
-            complete_model_card(Path(folder) / "README.md", type(model).__name__, self.hub_model_id or folder)
+            complete_model_card(Path(folder) / "README.md", plain_class(model).__name__, self.hub_model_id or folder)
 
 
 @contextmanager
@@ -177,7 +188,7 @@ def _written_whole(trainer: "CheckpointHooks", folder: Path) -> Iterator[None]:
 
 def _check_weights(trainer: "CheckpointHooks", folder: Path) -> None:
     """Raise `CheckpointError` in every process if a trained weight is not a number in one of them: no later step would
-    make it one again. Of a weight that ZeRO-3 partitions, each process looks at its part."""
+    make it one again. Of a weight that is spread over processes, each looks at its part."""
     trained = ((name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad)
     found = trainer._team.gather(next((name for name, weight in trained if not _is_finite(weight)), None))
 
@@ -192,5 +203,6 @@ def _check_weights(trainer: "CheckpointHooks", folder: Path) -> None:
     trainer._team.run_on_main(refuse)
 
 
+@torch.no_grad()
 def _is_finite(weight: torch.Tensor) -> bool:
     return bool(local_part(weight).isfinite().all())

@@ -1,0 +1,134 @@
+"""FSDP2 in two processes on a CPU: what is published is what one process holds, and a run goes on where it was saved.
+
+`test_same_as_one_process.py` trains the same runs with FSDP2 as with DDP and ZeRO.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed import sharded
+from tests.distributed.launch import launch
+from tests.tiny import save_tiny_model
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    done = launch("tests.distributed.sharded", folder, timeout=600)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return {name: torch.load(folder / f"{name}.pt", weights_only=False) for name in sharded.MODELS}
+
+
+def same(found, expected, tolerance=0.0):
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert found[name].dtype == weight.dtype and type(found[name]) is torch.Tensor
+        torch.testing.assert_close(found[name], weight, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("name", list(sharded.MODELS))
+def test_an_update_holds_the_weights_of_the_plain_model(published, name):
+    """Also after a forward that has left weights whole, in the dtype of the forward."""
+    same(published[name]["sharded"]["whole"], published[name]["plain"]["whole"])
+
+
+@pytest.mark.parametrize("name", list(sharded.MODELS))
+def test_a_later_update_holds_what_is_trained(published, name):
+    assert set(published[name]["sharded"]["changed"]) == published[name]["changed"]
+
+
+@pytest.mark.parametrize("name", list(sharded.MODELS))
+def test_perturbed_weights_are_those_of_the_plain_model_and_the_trained_ones_come_back(published, name):
+    found = published[name]
+    same(found["sharded"]["perturbed"], found["plain"]["perturbed"], tolerance=1e-6)
+    same(found["sharded"]["perturbed again"], found["sharded"]["perturbed"])
+    moved = [n for n, weight in found["sharded"]["perturbed"].items() if not weight.equal(found["plain"]["whole"][n])]
+    assert moved
+    same(found["sharded"]["restored"], found["plain"]["whole"])
+    assert found["exact"]
+
+
+def test_no_more_than_a_bucket_is_whole_at_a_time(published):
+    """Of merged weights too, each of which is made of three."""
+    assert all(0 < found["most"] <= 2 * sharded.BUCKET_BYTES for found in published.values())
+
+
+def test_fingerprints_do_not_see_a_forward(published):
+    assert not any(found["sharded"]["fingerprint moved"] for found in published.values())
+
+
+def test_an_engine_is_built_from_the_plain_class(published):
+    assert {found["class"] for found in published.values()} == {"LlamaForCausalLM"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["fsdp2", "fsdp2-full"])
+@pytest.mark.parametrize("lora", [(), ("lora",)], ids=["all weights", "lora"])
+def test_a_run_that_is_resumed_inside_a_batch_trains_as_if_it_was_not_stopped(tmp_path, mode, lora):
+    save_tiny_model(tmp_path / "model")
+    done = launch("tests.distributed.resumed", tmp_path, mode, *lora)
+    assert done.returncode == 0, done.stdout[-6000:]
+    whole, resumed = (load_file(*(tmp_path / name).glob("*model.safetensors")) for name in ("whole", "resumed"))
+    assert whole.keys() == resumed.keys()
+    for name, weight in whole.items():
+        torch.testing.assert_close(resumed[name], weight, rtol=0, atol=0, msg=name)
+    saved = {path.name for path in (tmp_path / "run" / "checkpoint-1").iterdir()}
+    assert {"pytorch_model_fsdp_0" if mode == "fsdp2" else "pytorch_model_fsdp.bin", "a3po_state.json"} <= saved
+
+
+@pytest.mark.long
+def test_another_number_of_processes_goes_on(tmp_path):
+    save_tiny_model(tmp_path / "model")
+    module = "tests.distributed.resized"
+    for processes, *arguments in ((2, "two"), (1, "one", "two/checkpoint-2"), (2, "again", "one/checkpoint-3")):
+        done = launch(module, tmp_path, "fsdp2", *arguments, processes=processes)
+        assert done.returncode == 0, done.stdout[-6000:]
+    expected = load_file(tmp_path / "two" / "model" / "model.safetensors")
+    for name in ("one", "again"):
+        for key, weight in load_file(tmp_path / name / "model" / "model.safetensors").items():
+            torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-5, msg=f"{name}: {key}")
+
+
+@pytest.mark.long
+def test_log_probs_keep_their_precision_under_mixed_precision(tmp_path):
+    """The gap between the engine, which computes in bfloat16 too, and the trainer is a fraction of what it would be with
+    log-probs of about -3 in bfloat16: these are 0.016 apart."""
+    save_tiny_model(tmp_path / "model")
+    done = launch("tests.distributed.runs", tmp_path, "fsdp2-bf16", "full")
+    assert done.returncode == 0, done.stdout[-6000:]
+    history = json.loads((tmp_path / "fsdp2-bf16" / "full" / "log.json").read_text())["history"]
+    assert 0 < history[0]["a3po/engine_gap/mean"] < 1e-3
+    assert history[0]["a3po/forward/token_ratio"] > 1.1  # packed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["full", "lora", "merged", "reference"])
+def test_two_gpus_train_what_one_process_trains(tmp_path, name):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    save_tiny_model(tmp_path / "model")
+    for processes, mode, config in ((1, "one", None), (2, "fsdp2-gpu", "fsdp2")):
+        done = launch("tests.distributed.runs", tmp_path, mode, name, processes=processes, config=config)
+        assert done.returncode == 0, done.stdout[-6000:]
+    expected, trained = (
+        load_file(*(tmp_path / mode / name).glob("*model.safetensors")) for mode in ("one", "fsdp2-gpu")
+    )
+    for key, weight in expected.items():
+        torch.testing.assert_close(trained[key].float(), weight.float(), rtol=1e-3, atol=1e-4, msg=key)
+
+
+@pytest.mark.gpu
+def test_two_gpus_resume_inside_a_batch(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    save_tiny_model(tmp_path / "model")
+    done = launch("tests.distributed.resumed", tmp_path, "fsdp2-gpu", config="fsdp2")
+    assert done.returncode == 0, done.stdout[-6000:]
+    whole, resumed = (load_file(*(tmp_path / name).glob("*model.safetensors")) for name in ("whole", "resumed"))
+    for name, weight in whole.items():
+        torch.testing.assert_close(resumed[name], weight, rtol=0, atol=1e-6, msg=name)
