@@ -142,7 +142,7 @@ def test_a_refused_setting_raises_with_what_to_do(tmp_path):
         assert name in str(error.value) or "deprecated" not in str(error.value)
 
 
-SPLIT = r"parallelism of size 2.*launch it with DDP or DeepSpeed ZeRO"
+SPLIT = r"parallelism of size 2.*launch it with DDP, DeepSpeed ZeRO or FSDP2"
 
 
 @pytest.mark.parametrize("kind", ["tp_size", "cp_size", "sp_size"])

@@ -96,8 +96,8 @@ def test_another_number_of_processes_goes_on(tmp_path):
 
 @pytest.mark.long
 def test_log_probs_keep_their_precision_under_mixed_precision(tmp_path):
-    """The gap between the engine, which computes in bfloat16 too, and the trainer is a fraction of what it would be with
-    log-probs of about -3 in bfloat16: these are 0.016 apart."""
+    """The gap between the engine, which computes in bfloat16 too, and the trainer is a fraction of what it would be
+    with log-probs of about -3 in bfloat16: these are 0.016 apart."""
     save_tiny_model(tmp_path / "model")
     done = launch("tests.distributed.runs", tmp_path, "fsdp2-bf16", "full")
     assert done.returncode == 0, done.stdout[-6000:]

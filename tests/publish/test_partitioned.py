@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trl_a3po.models import sharded
 from trl_a3po.protocol.weights import GatheredTensors
-from trl_a3po.publish import weight_sources
 from trl_a3po.publish.partitioned import buckets
 
 
@@ -48,7 +48,7 @@ def test_a_gathered_tensor_exists_only_while_it_is_at_turn():
 def test_the_parts_of_a_partitioned_weight_are_its_elements_without_filling(monkeypatch, elements, processes):
     """DeepSpeed fills the last parts with whatever lay in memory."""
     pytest.importorskip("deepspeed")
-    monkeypatch.setattr(weight_sources, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(sharded, "is_deepspeed_zero3_enabled", lambda: True)
     whole, size = torch.arange(elements, dtype=torch.float32), -(-elements // processes)
     filled = torch.cat([whole, torch.full((size * processes - elements,), float("nan"))])
     parts = []
@@ -57,6 +57,6 @@ def test_the_parts_of_a_partitioned_weight_are_its_elements_without_filling(monk
         weight.ds_id, weight.ds_numel, weight.ds_process_group = 0, elements, None
         weight.ds_tensor = filled[rank * size : (rank + 1) * size]
         weight.ds_tensor.ds_numel = size
-        monkeypatch.setattr(weight_sources.dist, "get_rank", lambda group, rank=rank: rank)
-        parts.append(weight_sources.local_part(weight))
+        monkeypatch.setattr(sharded.dist, "get_rank", lambda group, rank=rank: rank)
+        parts.append(sharded.local_part(weight))
     assert torch.equal(torch.cat(parts), whole)

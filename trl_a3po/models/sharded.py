@@ -24,8 +24,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
         from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
         if is_zero_param(tensor):
-            part, whole, group = tensor.ds_tensor, tensor.ds_numel, tensor.ds_process_group  # type: ignore[attr-defined]
-            elements: torch.Tensor = part[: max(0, whole - part.ds_numel * dist.get_rank(group))]
+            weight: Any = tensor  # with what DeepSpeed has added to it
+            before = weight.ds_tensor.ds_numel * dist.get_rank(weight.ds_process_group)
+            elements: torch.Tensor = weight.ds_tensor[: max(0, weight.ds_numel - before)]
             return elements
     return tensor
 

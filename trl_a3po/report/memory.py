@@ -58,11 +58,7 @@ class TrainerMemory:
         def share(stage: int) -> int:
             return processes if fsdp or zero_stage >= stage else 1
 
-        upcast = fsdp and (args.bf16 or args.fp16)
-        sizes = [
-            (full_shape(p).numel(), FP32_BYTES if upcast and p.requires_grad else p.element_size(), p.requires_grad)
-            for p in model.parameters()
-        ]
+        sizes = _sizes(model, trains_fp32=fsdp and (args.bf16 or args.fp16))
         trained = [(numbers, size) for numbers, size, requires_grad in sizes if requires_grad]
         name = args.optim if optimizer is None else optimizer
         states = [(numbers, optimizer_bytes(name, size, deepspeed=zero_stage > 0)) for numbers, size in trained]
@@ -81,6 +77,14 @@ class TrainerMemory:
     def held(self) -> int:
         """Without activations, and without states that are not known."""
         return self.weights + self.gradients + (self.states or 0)
+
+
+def _sizes(model: Model, *, trains_fp32: bool) -> list[tuple[int, int, bool]]:
+    """For each weight: its numbers, the bytes of one, whether it is trained."""
+    return [
+        (full_shape(p).numel(), FP32_BYTES if trains_fp32 and p.requires_grad else p.element_size(), p.requires_grad)
+        for p in model.parameters()
+    ]
 
 
 @dataclass(frozen=True, slots=True)
