@@ -196,6 +196,7 @@ def test_images_stay_with_a_slot_that_is_moved_and_with_one_that_is_parked():
         assert errors(model, request, turns[request.request_id][0]).max() < TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
 def test_in_a_process_with_a_publish(lora):
     """Two families whose positions and masks are their own; everything is trained, the vision tower too."""
