@@ -1,6 +1,7 @@
 """Reward functions in processes: what reaches them and comes back, and what is left when one hangs or dies."""
 
 import asyncio
+import copy
 import itertools
 import logging
 import math
@@ -149,7 +150,24 @@ def test_what_functions_print_is_shown_and_does_not_block_them(started, capfd):
     assert capfd.readouterr().out.count("x") >= 200_000
 
 
-def test_the_log_is_sent_to_a_worker_once_and_equals_the_trainers(started):
+@pytest.fixture
+def sends():
+    """pool -> sizes of the messages that its worker is sent from now on."""
+
+    def of(pool):
+        channel = pool._idle[0].process.channel
+        send, sent = channel.send, []
+        channel.send = lambda message: (sent.append(len(pickle.dumps(message))), send(message))
+        return sent
+
+    return of
+
+
+def with_log(log):
+    return lambda group: SimpleNamespace(global_step=len(log), log_history=list(log))
+
+
+def test_the_log_is_sent_to_a_worker_once_and_equals_the_trainers(started, sends):
     log = [{f"metric{i}": i * step / 7 for i in range(30)} for step in range(2000)]
 
     def reads(trainer_state, log_metric, **kwargs):
@@ -160,17 +178,61 @@ def test_the_log_is_sent_to_a_worker_once_and_equals_the_trainers(started):
         entries.clear()
         return [0.0, 0.0]
 
-    workers = started(reads, state=lambda group: SimpleNamespace(global_step=len(log), log_history=list(log)))
-    channel = workers._idle[0].process.channel
-    send, sent = channel.send, []
-    channel.send = lambda message: (sent.append(len(pickle.dumps(message))), send(message))
+    workers = started(reads, state=with_log(log))
+    sent = sends(workers)
     for change in (lambda: None, lambda: None, lambda: log.append({"loss": 0.5}), lambda: log[7].update(late=99.0)):
         change()
         total = sum(sum(entry.values()) for entry in log)
         logged = dict(workers(group()).metrics)
         assert logged == {"length": len(log), "sum": total, "step": len(log)}
-    first, second, third, fourth = sent
+    groups, (first, second, third, fourth) = sent[::2], sent[1::2]
+    assert max(groups) < 2_000
     assert first > 500_000 and second < 2_000 and third < second + 200 and fourth > 500_000
+
+
+def test_a_log_that_no_function_reads_is_neither_sent_nor_kept(started, sends):
+    log = [{f"metric{i}": i * step / 7 for i in range(30)} for step in range(2000)]
+    workers = started(lambda trainer_state, **kwargs: [float(trainer_state.global_step)] * 2, state=with_log(log))
+    sent = sends(workers)
+    assert [workers(group()).rewards[0] for _ in range(3)] == [[2000.0]] * 3
+    assert len(sent) == 3 and max(sent) < 2_000 and workers._log._entries == []
+
+
+def test_a_thread_a_copy_and_a_pickle_of_the_state_have_its_log(started):
+    def reads(trainer_state, **kwargs):
+        with ThreadPoolExecutor(2) as pool:
+            threads = [pool.submit(lambda: len(trainer_state.log_history)).result() for _ in range(2)]
+        copies = copy.copy(trainer_state), copy.deepcopy(trainer_state), pickle.loads(pickle.dumps(trainer_state))
+        assert threads == [1, 1] and {"log_history", "global_step"} == vars(trainer_state).keys()
+        return [float(sum(made.log_history == [{"loss": 1.0, "step": 2}] for made in copies))] * 2
+
+    assert started(reads)(group()).rewards[0] == [3.0]
+
+
+def test_the_log_of_a_group_that_was_scored_cannot_be_read_any_more(started):
+    kept = []
+
+    def keeps(trainer_state, **kwargs):
+        kept.append(trainer_state)
+        return [float(len(kept[0].log_history))] * 2
+
+    def late(trainer_state, **kwargs):
+        kept.append(trainer_state)
+        return [0.0 if len(kept) == 1 else float(len(kept[0].log_history))] * 2
+
+    workers = started(keeps)
+    assert [workers(group()).rewards[0] for _ in range(2)] == [[1.0], [1.0]]
+    workers = started(late)
+    workers(group())
+    with pytest.raises(RewardError, match="log_history was read after the reward functions had returned"):
+        workers(group())
+
+
+def test_a_log_that_cannot_be_sent_is_an_error_at_once(started):
+    log = [{"loss": threading.Lock()}]
+    workers = started(lambda trainer_state, **kwargs: [float(len(trainer_state.log_history))] * 2, state=with_log(log))
+    with pytest.raises(RewardError, match="The trainer's log_history cannot be sent to a reward worker"):
+        workers(group())
 
 
 SCRIPT = """

@@ -1,10 +1,12 @@
 """The run's `log_history` on its way to the reward workers.
 
-Guarantees: each worker has the log as it was when a group was sent to it. An entry travels to a worker once, and again
-only if it, or one before it, has changed.
+Guarantees: a worker has nothing of the log until a reward function reads it, and then the log as it was when the group
+was sent. An entry travels to a worker once, and again only if it, or one before it, has changed.
 """
 
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 Entry = dict[str, Any]
@@ -33,7 +35,7 @@ class SentLog:
 
 
 class ReceivedLog:
-    """The log in a worker."""
+    """The log in a worker, as far as it was asked for."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -42,6 +44,31 @@ class ReceivedLog:
         """The log after an `addition`, as a copy that a reward function may change."""
         self._entries[kept:] = entries
         return [dict(entry) for entry in self._entries]
+
+
+class StateInWorker(SimpleNamespace):
+    """The trainer's state as the reward functions of a worker receive it with a group. Its `log_history` is asked for
+    when one of them first reads it. A copy of the state holds it.
+
+    Args:
+        read_log: asks for the log.
+        facts: everything else of the state.
+    """
+
+    __slots__ = ("_read_log",)
+
+    def __init__(self, read_log: Callable[[], list[Entry]], /, **facts: Any):
+        super().__init__(**facts)
+        self._read_log = read_log
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "log_history":
+            raise AttributeError(f"The trainer's state has no {name!r}.")
+        self.log_history = self._read_log()
+        return self.log_history
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SimpleNamespace, (), {**vars(self), "log_history": self.log_history}
 
 
 def _common(first: list[Entry], second: list[Entry]) -> int:

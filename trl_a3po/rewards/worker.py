@@ -4,7 +4,8 @@
 Guarantees: the functions run on the main thread, one group at a time, and keep their state from group to group; an
 exception that they raise is sent back as text, and the process continues; the process ends when its parent does.
 
-It receives the functions, once, and then groups. It sends `ready`, `column`, `scored` and `failed`.
+It receives the functions, once, and then groups. It sends `ready`, `column`, `scored` and `failed`, and `log` where a
+function reads the trainer's log: then it receives what it does not have of it.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import inspect
 import pickle
 import resource
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +24,7 @@ from trl_a3po.errors import RewardError
 from trl_a3po.protocol.records import Group, Score
 from trl_a3po.rewards.messages import pickled_score
 from trl_a3po.rewards.scorer import RewardScorer
-from trl_a3po.rewards.sent_log import ReceivedLog
+from trl_a3po.rewards.sent_log import ReceivedLog, StateInWorker
 from trl_a3po.rewards.thread import CallingThread
 from trl_a3po.rewards.users_frames import users_traceback
 from trl_a3po.workers.channel import Channel
@@ -41,19 +43,22 @@ def _serve(channel: Channel) -> None:
         channel.send(message)
         channel.drain()
 
+    def added_to_log() -> Any:
+        send("log")
+        return pickle.loads(channel.receive_one())
+
     functions, names, processes, script = channel.receive_one()
     try:
         loaded = pickle.loads(functions)
         _share_script(loaded)
-        scorer = _Scorer(loaded, names, processes, lambda column, values: send("column", column, values))
+        scorer = _Scorer(loaded, names, processes, lambda column, values: send("column", column, values), added_to_log)
     except BaseException as error:
         send("failed", f"The reward functions cannot be loaded in a reward worker: {error!r}.", traceback.format_exc())
         return
     send("ready")
     while True:
         try:
-            group, log = channel.receive_one()
-            send("scored", scorer(*pickle.loads(group), *pickle.loads(log)))
+            send("scored", scorer(*pickle.loads(channel.receive_one())))
         except EOFError:
             raise
         except RewardError as error:
@@ -75,7 +80,8 @@ def _share_script(functions: list[Callable[..., Any] | None]) -> None:
 
 
 class _Scorer:
-    """A `RewardScorer` that receives the completions and the trainer's state with each group."""
+    """A `RewardScorer` that receives the completions and the trainer's state with each group, and asks for what was
+    added to the trainer's log."""
 
     def __init__(
         self,
@@ -83,10 +89,14 @@ class _Scorer:
         names: list[str],
         processes: int,
         on_column: Callable[[int, list[float]], None],
+        added_to_log: Callable[[], tuple[int, list[dict[str, Any]]]],
     ):
         self._completions: list[Any] = []
         self._state = SimpleNamespace()
+        self._added_to_log = added_to_log
         self._log = ReceivedLog()
+        self._asking = threading.Lock()
+        self._calls = 0  # as they begin and end
         self._scorer = RewardScorer(
             functions,
             names,
@@ -97,14 +107,29 @@ class _Scorer:
             processes=processes,
         )
 
-    def __call__(
-        self, group: Group, completions: list[Any], state: SimpleNamespace, kept: int, entries: list[dict[str, Any]]
-    ) -> bytes:
-        state.log_history = self._log.add(kept, entries)
-        self._completions, self._state = completions, state
-        score = self._scorer(group)
-        assert isinstance(score, Score), "on a main thread, no function is moved"
-        return pickled_score(score)
+    def __call__(self, group: Group, completions: list[Any], state: SimpleNamespace) -> bytes:
+        self._calls += 1
+        self._completions, self._state = (
+            completions,
+            StateInWorker(partial(self._read_log, self._calls), **vars(state)),
+        )
+        try:
+            score = self._scorer(group)
+            assert isinstance(score, Score), "on a main thread, no function is moved"
+            return pickled_score(score)
+        finally:
+            with self._asking:
+                self._calls += 1
+
+    def _read_log(self, call: int) -> list[dict[str, Any]]:
+        """The log, during this call. Any thread of a function may read it."""
+        with self._asking:
+            if call != self._calls:
+                raise RuntimeError(
+                    "trainer_state.log_history was read after the reward functions had returned: read it while they "
+                    "run, or set reward_workers=0."
+                )
+            return self._log.add(*self._added_to_log())
 
 
 if __name__ == "__main__":

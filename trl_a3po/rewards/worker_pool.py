@@ -43,7 +43,8 @@ class RewardWorkers:
         names: one name per function, for messages and outcomes.
         decode: group -> its completions, as text or as messages.
         state: group -> a namespace, the snapshot of the trainer's state that its reward functions receive. It must be
-            picklable, and have a `log_history`, which is sent to a worker only as far as the worker does not have it.
+            picklable, and have a `log_history`. What a worker does not have of it is sent when a function reads it
+            there.
         workers: number of processes.
         timeout: seconds that the functions may take for one group, counted from when a worker is ready for it.
         on_timeout: reward that each completion gets from a function that did not finish; `None` rejects the group.
@@ -138,8 +139,11 @@ class RewardWorkers:
         worker = self._borrow()
         try:
             self._make_ready(worker)
-            addition = pickled_log(*self._log.addition(log, worker.known_log))
-            return unpickled_score(worker.score((message, addition), self._timeout), group)
+
+            def added_to_log() -> bytes:
+                return pickled_log(*self._log.addition(log, worker.known_log))
+
+            return unpickled_score(worker.score(message, added_to_log, self._timeout), group)
         except WorkerGone as gone:
             return self._result_without_worker(worker, group, gone)
         finally:

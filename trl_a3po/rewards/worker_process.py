@@ -5,6 +5,7 @@ ended; an error of a reward function comes with the worker's traceback.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from trl_a3po.errors import RewardError
@@ -85,8 +86,13 @@ class RewardProcess:
             raise RewardError(f"{message[1]} To avoid it, {self._otherwise}.") from RewardTraceback(message[2])
         self.ready = True
 
-    def score(self, group: tuple[bytes, bytes], timeout: float | None) -> bytes:
-        """The pickled score of a pickled group and an addition to the log, by a worker that is ready.
+    def score(self, group: bytes, added_to_log: Callable[[], bytes], timeout: float | None) -> bytes:
+        """The pickled score of a pickled group, by a worker that is ready.
+
+        Args:
+            group: what `pickled_group` returned.
+            added_to_log: what to send when the worker asks for the log, as `pickled_log` returns it.
+            timeout: seconds for all of it.
 
         Raises:
             RewardError: a function raised, or returned something else than one number or `None` per completion.
@@ -100,6 +106,8 @@ class RewardProcess:
                 match message:
                     case ("column", column, values):
                         columns[column] = values
+                    case ("log",):
+                        self.process.channel.send(self._pickled(added_to_log))
                     case ("scored", bytes(score)):
                         return score
                     case ("failed", what, traceback):
@@ -109,6 +117,13 @@ class RewardProcess:
             how = self._end(reason, abort=overdue)
             raise WorkerGone(overdue, how, columns, time.monotonic() - began) from None
         raise AssertionError("read_messages ends with an exception")
+
+    def _pickled(self, added_to_log: Callable[[], bytes]) -> bytes:
+        try:
+            return added_to_log()
+        except RewardError:
+            self.end()  # it waits for what cannot be sent
+            raise
 
     def end(self) -> None:
         """Kill the process and free what it held. Idempotent."""
