@@ -33,7 +33,10 @@ def traces(model) -> dict:
         "generation": inner.generation_config.to_dict(),
         "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
         "hooks": {
-            name: (len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks))
+            name: [
+                {hook.__qualname__ for hook in hooks.values()}
+                for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+            ]
             for name, module in model.named_modules()
         },
         "forwards": {name: module.forward.__func__.__qualname__ for name, module in model.named_modules()},
@@ -57,6 +60,21 @@ def test_a_run_leaves_on_a_model_what_grpo_leaves(model_path, tmp_path, adapter)
         values["buffers"] = {name: buffer.tolist() for name, buffer in values["buffers"].items()}
         values["trained"] = {name: value[:2] for name, value in values["trained"].items()}
     assert ours == theirs
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_forward_pass_calls_no_more_hooks_after_many_batches_than_after_one(model_path, tmp_path, adapter):
+    """TRL turns checkpointing off and on again for each batch, and transformers adds a hook each time."""
+    counts = []
+    for steps in (1, 5):
+        model = load(model_path)
+        if adapter:
+            model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+        build(model, tmp_path, max_steps=steps, processing_class=tiny_tokenizer()).train()
+        hooks = model.get_input_embeddings()._forward_hooks
+        assert any("require" in hook.__qualname__ for hook in hooks.values())
+        counts.append(len(hooks))
+    assert counts[0] == counts[1]
 
 
 def test_a_run_leaves_tokenizer_dataset_and_arguments_as_they_were(model_path, tmp_path):

@@ -83,6 +83,7 @@ from trl_a3po.distributed.team import Team
 from trl_a3po.episodes.episode import RolloutFunction
 from trl_a3po.errors import Terminated
 from trl_a3po.forward.training import TrainingForward
+from trl_a3po.models.input_hooks import one_input_hook
 from trl_a3po.models.mode import mode_of_this_thread
 from trl_a3po.models.sharded import keep_output_dtypes
 from trl_a3po.objectives import token_staleness
@@ -690,6 +691,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         with (
             self._old_logps_only_if(self.args.recomputes_proximal or compares),
             self._without_environments(),
+            one_input_hook(self.model),
             replayed_images(self, taken),
         ):
             batch = super()._generate_and_score_completions(rows_for_trl(taken, inputs))
