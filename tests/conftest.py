@@ -4,6 +4,7 @@ The whole set is spread over the cores, one file to a process at a time, so that
 room, a file or a single test runs in this process, where prints and the debugger work.
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -27,6 +28,22 @@ def imports_are_not_garbage():
     the million objects that torch and transformers consist of."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_watchdog_and_no_reward_worker_outlives_a_test():
+    """An engine may, because tests share it."""
+    from tests.workers.processes import children_that_run, until
+
+    def running():
+        return children_that_run("trl_a3po.workers.watchdog_process") | children_that_run("trl_a3po.rewards.worker")
+
+    before = running().keys()
+    yield
+    with contextlib.suppress(AssertionError):
+        until(lambda: running().keys() <= before)
+    left = {pid: command for pid, command in running().items() if pid not in before}
+    assert not left, f"processes are left: {left}"
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,7 @@ import asyncio
 import importlib.util
 import json
 import math
-import os
 import shutil
-import subprocess
 import threading
 import time
 from concurrent.futures import Future
@@ -35,6 +33,7 @@ from tests.runs import (
     train_recorded,
 )
 from tests.tiny import VOCAB, tiny_prompts, tiny_tokenizer
+from tests.workers.processes import children_that_run
 from trl_a3po import A3POTrainer
 from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.testing import StubEngine
@@ -567,22 +566,15 @@ def test_a_callback_that_stops_the_training_ends_the_run_and_the_engine(model_pa
 def background():
     """What a test has left running of this package, in this process and beside it. The thread of the reward functions
     lives as long as the trainer."""
-    threads, children = set(threading.enumerate()), set(children_of_ours())
+    threads, children = set(threading.enumerate()), children_that_run("trl_a3po").keys()
     return lambda: [
         *(thread.name for thread in set(threading.enumerate()) - threads if is_of_ours(thread.name)),
-        *(command for pid, command in set(children_of_ours()) - children),
+        *(command for pid, command in children_that_run("trl_a3po").items() if pid not in children),
     ]
 
 
 def is_of_ours(thread: str) -> bool:
     return thread.startswith("a3po") and thread != "a3po rewards"
-
-
-def children_of_ours() -> list[tuple[str, str]]:
-    """Id and command of each child of this process that runs this package."""
-    children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True)
-    lines = [line.split(maxsplit=1) for line in children.stdout.splitlines() if "trl_a3po" in line]
-    return [(pid, command) for pid, command in lines]
 
 
 class Interrupts(TrainerCallback):

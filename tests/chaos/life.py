@@ -17,7 +17,7 @@ from tests.chaos.asked import Reward, misbehave_in_dataset
 from tests.chaos.faults import FAULTS, REWARD_TIMEOUT
 from tests.killed_run import Traced, note
 from tests.tiny import VOCAB, tiny_prompts
-from tests.workers.processes import children, until
+from tests.workers.processes import children_that_run, until
 from trl_a3po import A3POConfig
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.choose_checkpoint import newest_valid
@@ -60,7 +60,7 @@ class Life(TrainerCallback):
 
     @property
     def reward_pids(self) -> list[int]:
-        return [pid for pid in children() if b"trl_a3po.rewards.worker" in _command(pid)]
+        return reward_pids()
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self._begun is None:
@@ -192,8 +192,6 @@ def _check_left(folder: Path, plan: dict[str, Any], before: tuple[set[str], set[
     note(folder, left=left())
 
 
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
+def reward_pids() -> list[int]:
+    """Ids of the reward workers of this process."""
+    return list(children_that_run("trl_a3po.rewards.worker"))

@@ -41,6 +41,15 @@ def children() -> list[int]:
     return [int(pid) for pid in pids]
 
 
+def children_that_run(module: str) -> dict[int, str]:
+    """Id and command of each child of this process whose command names `module`."""
+    found = {}
+    for pid in children():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return {pid: command for pid, command in found.items() if module in command}
+
+
 def own_shared_memory(size: str) -> list[str]:
     """What a command begins with to have a `/dev/shm` of its own, of `size`; nothing where that is not allowed."""
     mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$0" "$@"'

@@ -99,8 +99,7 @@ def _rewards(trainer: A3POTrainer) -> Iterator[str]:
     thread.join(trainer.args.reward_timeout or REWARD_LIMIT)
     seconds = time.monotonic() - began
     yield _verdict(found, seconds, trainer)
-    if found:  # otherwise a function hangs, which ends with this process
-        scorer.close()
+    scorer.close()  # a function that hangs in a thread ends with this process
 
 
 def _verdict(found: list[Any], seconds: float, trainer: A3POTrainer) -> str:
