@@ -14,7 +14,6 @@ continued together, the time in between does not count.
 
 import itertools
 import json
-import logging
 import os
 import sys
 import threading
@@ -29,14 +28,14 @@ import torch.distributed as dist
 from trl_a3po.distributed.team import Team
 from trl_a3po.workers.running_clock import RunningClock
 
-logger = logging.getLogger(__name__)
-
 # In seconds.
 POLL_INTERVAL = 1.0
 HEARTBEAT_TIMEOUT = 90.0
 EXIT_TIMEOUT = 10.0
 REPORT_TIMEOUT = 5.0
 LONGEST_LOOK = 10.0  # between two looks at the heartbeats, with a store that answers slowly
+
+STORE_IS_GONE = "the process that holds the key-value store of the run is gone"
 
 _runs = itertools.count()
 
@@ -77,7 +76,7 @@ class RankWatch:
             for cause in self._report(f"{type(error).__name__}: {error}"):
                 error.add_note(f"{cause}.")
         except RuntimeError as store_error:
-            logger.warning("The other processes could not be informed of this error: %s", store_error)
+            error.add_note(f"{STORE_IS_GONE} ({store_error}); see its own output.")
 
     def _report(self, error: str) -> list[str]:
         """Write `error`, unless another process has failed before, and wait until the other processes have read it or
@@ -109,7 +108,7 @@ class RankWatch:
                 self._store.set(f"{self._prefix}/alive/{self._team.rank}", str(beat))
                 failure = self._failure(changed_at, heartbeats, clock())
             except RuntimeError as error:
-                failure = f"the process that holds the key-value store of the run is gone ({error})"
+                failure = f"{STORE_IS_GONE} ({error})"
             if failure is not None:
                 self._exit(failure)
                 return
