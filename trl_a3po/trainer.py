@@ -53,7 +53,7 @@ from trl_a3po.checks.arguments import (
 from trl_a3po.checks.changed_arguments import SettingsInUse
 from trl_a3po.checks.completions import check_completions, check_some_reward, has_reward
 from trl_a3po.checks.data import check_columns, check_dataset
-from trl_a3po.checks.images import check_prepared_images
+from trl_a3po.checks.images import check_mixed_images, check_prepared_images
 from trl_a3po.checks.noise import warn_of_noise
 from trl_a3po.checks.overrides import (
     check_begun,
@@ -76,7 +76,7 @@ from trl_a3po.checks.policy import (
 from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_schedule import check_periodic
 from trl_a3po.config.plan import table
-from trl_a3po.distributed.rank_shares import balanced_rows, rank_share
+from trl_a3po.distributed.rank_shares import balanced_rows
 from trl_a3po.distributed.rank_watch import RankWatch
 from trl_a3po.distributed.shared_folder import check_shared
 from trl_a3po.distributed.team import Team
@@ -564,11 +564,12 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             batch.row_weights.clear()
             self._rollout_log.begin_batch()
         rows = balanced_rows(groups, self._team.size, self.model.config.get_text_config().hidden_size)
-        batch.rows = rank_share(rows, self._team.rank, self._team.size)
+        taken = batch.take_share(rows, self._team.rank, self._team.size)
+        check_mixed_images(rows, zero_stage(self))
         if self.environment_factories and self._team.is_main:
-            environments: Any = self._main_session.environments_of(batch.rows)
+            environments: Any = self._main_session.environments_of(taken)
             self.environments = environments
-        return [example_of(row) for row in batch.rows]
+        return [example_of(row) for row in taken]
 
     def _end_evaluations(self) -> None:
         """Have the engine sample from the trained weights again if evaluations have had it sample from others."""
@@ -588,10 +589,11 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
 
         groups = self._team.run_on_main(sample)
         sampled = [(group, number) for group in groups for number in range(len(group.rollouts))]
-        self._current_batch.rows = rank_share(sampled, self._team.rank, self._team.size)
+        taken = self._current_batch.take_share(sampled, self._team.rank, self._team.size)
+        check_mixed_images(sampled, zero_stage(self))
         self._show_row_weights()
         self._current_batch.row_weights.forget_places()
-        return [example_of(row) for row in self._current_batch.rows]
+        return [example_of(row) for row in taken]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         check_thread("evaluate", self._training_thread)
@@ -622,7 +624,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         if rows is None:
             return super()._tokenize_prompts(prompts)
         # Not tokenised again: a chat template with today's date gives other tokens after midnight.
-        return [list(prompt_ids_of(row)) for row in rows], pictures_of(rows), {}
+        return [list(prompt_ids_of(row)) for row in rows], pictures_of(self._current_batch), {}
 
     def _generate(self, prompts: list[Any]) -> Any:
         rows = None if self.rollout is None else self._current_batch.rows
@@ -686,15 +688,14 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         check_first_preparation(current.rows)
         current.sampled = current.scored = False
         compares = self._starts_comparison()
-        taken = current.rows or []
         # The environments are those of episodes that are being played, and have been reset for them.
         with (
             self._old_logps_only_if(self.args.recomputes_proximal or compares),
             self._without_environments(),
             one_input_hook(self.model),
-            replayed_images(self, taken),
+            replayed_images(self, current),
         ):
-            batch = super()._generate_and_score_completions(rows_for_trl(taken, inputs))
+            batch = super()._generate_and_score_completions(rows_for_trl(current, inputs))
         rows = current.pop_rows()
         check_preparation(
             type(self).__name__,

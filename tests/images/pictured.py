@@ -55,4 +55,8 @@ def pictured(family: str, folder, trainer_class=A3POTrainer, **settings):
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
     }
-    return build(made.model(), folder, trainer_class, **(own | defaults | settings))
+    model = settings.pop("model", None) or made.model()
+    if settings.get("beta"):  # TRL loads the reference model from where the policy was loaded
+        model.save_pretrained(folder / "model")
+        model = str(folder / "model")
+    return build(model, folder, trainer_class, **(own | defaults | settings))

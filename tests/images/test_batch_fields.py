@@ -35,7 +35,7 @@ def test_fields_of_a_batch_equal_the_processors(family, counts):
     ids, images = zip(*of_each(processor, asked, pictures), strict=True)
     texts = [processor.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in asked]
     expected = processor(images=pictures, text=texts, padding=True, return_tensors="pt")
-    found = batch_fields(images, [len(one) for one in ids])
+    found = batch_fields(images, [len(one) for one in ids], images[0])
     assert found.keys() == expected.keys() - set(TOKENS)
     for name, field in found.items():
         assert field.dtype == expected[name].dtype
@@ -48,8 +48,8 @@ def test_a_row_without_images_has_zeros_or_nothing(family):
     asked, pictures = conversations([1, 0, 2])
     ids, images = zip(*of_each(processor, asked, pictures), strict=True)
     lengths = [len(one) for one in ids]
-    with_row = batch_fields(images, lengths)
-    without = batch_fields([images[0], images[2]], [lengths[0], lengths[2]])
+    with_row = batch_fields(images, lengths, images[0])
+    without = batch_fields([images[0], images[2]], [lengths[0], lengths[2]], images[0])
     by_row = "pixel_attention_mask" in with_row
     for name, field in with_row.items():
         if by_row or name.endswith("token_type_ids"):
@@ -58,5 +58,14 @@ def test_a_row_without_images_has_zeros_or_nothing(family):
         torch.testing.assert_close(field, without[name], rtol=0, atol=0)
 
 
-def test_no_images_make_no_fields():
-    assert batch_fields([None, None], [3, 4]) == {}
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_without_any_images_have_the_fields_of_other_rows(family):
+    processor = FAMILIES[family].processor()
+    asked, pictures = conversations([1])
+    [(_, images)] = of_each(processor, asked, pictures)
+    found = batch_fields([None, None], [3, 4], images)
+    assert found.keys() == images.fields.keys()
+    for name, field in found.items():
+        by_row = "pixel_attention_mask" in found or name.endswith("token_type_ids")
+        assert len(field) == (2 if by_row else 0) and not field.any()
+        assert field.dtype == images.fields[name].dtype

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trl_a3po.protocol.images import PromptImages
+from trl_a3po.rollout.batch_rows import Row
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
@@ -109,4 +110,15 @@ def check_prepared_images(batch: Mapping[str, Any], images: Sequence[PromptImage
             f"The rows of a batch have {counts} images, but what was prepared for training holds "
             f"{'no images' if pixels is None else batch.get('num_images')}: an override of _tokenize_prompts, "
             "_generate or _generate_and_score_completions has changed them. It must return what super() returns."
+        )
+
+
+def check_mixed_images(rows: Sequence[Row], zero_stage: int) -> None:
+    """Raise `ValueError` for a batch of which only some rows have images under ZeRO-3, where processes whose rows have
+    none would wait forever for the others, which gather the weights of the vision tower."""
+    without = sum(group.prompt.images is None for group, _ in rows)
+    if zero_stage == 3 and 0 < without < len(rows):
+        raise ValueError(
+            f"{without} of the {len(rows)} rows of a batch have no images, which DeepSpeed ZeRO-3 cannot train "
+            "together with rows that have some: give every row an image, or launch with ZeRO-2."
         )

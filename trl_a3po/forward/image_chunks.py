@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from trl_a3po.protocol.images import PER_TOKEN
+from trl_a3po.protocol.images import PER_TOKEN, pads_rows
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -50,7 +50,10 @@ def forward_with_images(
 
 def image_chunks(images: dict[str, Any], rows: int, size: int) -> Iterator[tuple[slice, dict[str, Any]]]:
     """The multimodal arguments for each chunk of `size` of the `rows` rows."""
-    by_row = split_pixel_values_by_grid({name: value for name, value in images.items() if value is not None})
+    given = {name: value for name, value in images.items() if value is not None}
+    if pads_rows(given):  # TRL would take the rows for images wherever there happen to be as many
+        given["num_images"] = [1] * rows
+    by_row = split_pixel_values_by_grid(given)
     for start in range(0, rows, size):
         chunk = slice(start, start + size)
         of_chunk = {name: value[chunk] for name, value in by_row.items()}  # lists and tensors, of one entry a row

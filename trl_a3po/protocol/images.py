@@ -3,6 +3,7 @@
 Guarantees: what an engine samples from and what the trainer trains on are the same arrays, made once per prompt.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,12 @@ if TYPE_CHECKING:  # a reward worker, which has no use for images, starts withou
 
 PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
 """Fields that have a value per token."""
+
+
+def pads_rows(fields: Container[str]) -> bool:
+    """Whether the first axis of the images of a batch is that of its rows, as in Idefics 3 and SmolVLM, and not that
+    of its images."""
+    return "pixel_attention_mask" in fields and "spatial_shapes" not in fields
 
 
 @dataclass(frozen=True, slots=True, eq=False)

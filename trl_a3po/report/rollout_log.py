@@ -131,6 +131,7 @@ class RolloutLog:
             "finish_reason": rollout.finish_reason,
             "length": len(rollout.token_ids),
             "prompt_length": len(prompt),
+            **({} if group.prompt.images is None else {"images": len(group.prompt.images.images)}),
             "prompt_text": self._texts.text(prompt[-MOST_TOKENS:]),
             "rewards": dict(zip(self._reward_names, map(_number, reward), strict=True)),
             "tokens": self._texts.each(token_ids),

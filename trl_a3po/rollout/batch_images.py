@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 import torch
 
-from trl_a3po.protocol.images import PER_TOKEN, PromptImages
+from trl_a3po.protocol.images import PER_TOKEN, PromptImages, pads_rows
 
 
-def batch_fields(images: Sequence[PromptImages | None], prompt_lengths: Sequence[int]) -> dict[str, torch.Tensor]:
-    """The fields of B rows in one dictionary; empty if no row has images.
+def batch_fields(
+    images: Sequence[PromptImages | None], prompt_lengths: Sequence[int], like: PromptImages
+) -> dict[str, torch.Tensor]:
+    """The fields of B rows in one dictionary.
 
     Fields with a value per token are `(B, P)`, with zeros to the left of shorter prompts. Fields of images are joined
     along their first axis; where the inner axes differ, as with tiles of images, zeros fill up the shorter ones. In
@@ -21,39 +23,31 @@ def batch_fields(images: Sequence[PromptImages | None], prompt_lengths: Sequence
     Args:
         images: of each row.
         prompt_lengths: tokens of each row's prompt.
+        like: images of some prompt of the run, whose fields the batch has, also if none of its rows has images.
     """
-    shown = [one for one in images if one is not None]
-    if not shown:
-        return {}
     batch = {}
-    for name in shown[0].fields:
+    for name, field in like.fields.items():
         parts = [None if one is None else one.fields[name] for one in images]
         if name in PER_TOKEN:
-            batch[name] = _left_padded(parts, prompt_lengths)
+            batch[name] = _left_padded(parts, prompt_lengths, field)
         else:
-            batch[name] = _joined(parts, empty_rows=pads_rows(shown[0].fields))
+            batch[name] = _joined(parts, field, empty_rows=pads_rows(like.fields))
     return batch
 
 
-def pads_rows(fields: Sequence[str] | dict[str, torch.Tensor]) -> bool:
-    """Whether the first axis of the images is that of the rows, as in Idefics 3 and SmolVLM, and not of the images."""
-    return "pixel_attention_mask" in fields and "spatial_shapes" not in fields
-
-
-def _left_padded(parts: Sequence[torch.Tensor | None], lengths: Sequence[int]) -> torch.Tensor:
-    first = next(part for part in parts if part is not None)
-    padded = first.new_zeros(len(parts), max(lengths))
+def _left_padded(parts: Sequence[torch.Tensor | None], lengths: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    padded = like.new_zeros(len(parts), max(lengths))
     for row, part in zip(padded, parts, strict=True):
         if part is not None:
             row[len(row) - part.shape[1] :] = part[0]
     return padded
 
 
-def _joined(parts: Sequence[torch.Tensor | None], *, empty_rows: bool) -> torch.Tensor:
-    given = [part for part in parts if part is not None]
+def _joined(parts: Sequence[torch.Tensor | None], like: torch.Tensor, *, empty_rows: bool) -> torch.Tensor:
+    given = [part for part in parts if part is not None] or [like]
     inner = [max(sizes) for sizes in zip(*(part.shape[1:] for part in given), strict=True)]
     number = sum(empty_rows if part is None else len(part) for part in parts)
-    joined, start = given[0].new_zeros(number, *inner), 0
+    joined, start = like.new_zeros(number, *inner), 0
     for part in parts:
         if part is not None:
             place = (slice(start, start + len(part)), *(slice(size) for size in part.shape[1:]))

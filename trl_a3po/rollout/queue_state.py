@@ -7,6 +7,7 @@ place in the order.
 """
 
 import hashlib
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -94,5 +95,18 @@ class QueueState:
 
 
 def prompt_digest(row: dict[str, Any]) -> str:
-    """A short text that differs for rows with different prompts."""
-    return hashlib.sha256(repr(row.get("prompt")).encode()).hexdigest()[:16]
+    """A short text that differs for rows with different prompts, or with different images in their columns."""
+    images = "".join(repr(_described(row[name])) for name in ("images", "image") if row.get(name))
+    return hashlib.sha256(f"{_described(row.get('prompt'))!r}{images}".encode()).hexdigest()[:16]
+
+
+def _described(value: Any) -> Any:
+    """`value` with the size and a digest of the pixels in place of each PIL image."""
+    if isinstance(value, list):
+        return [_described(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _described(item) for key, item in value.items()}
+    pil = sys.modules.get("PIL.Image")  # which is imported wherever there is an image
+    if pil is None or not isinstance(value, pil.Image):
+        return value
+    return value.mode, value.size, hashlib.sha256(value.tobytes()).hexdigest()

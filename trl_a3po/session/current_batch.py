@@ -1,7 +1,10 @@
 """`CurrentBatch`: what the trainer keeps of a generation batch between its take and its loss."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from trl_a3po.distributed.rank_shares import rank_share
+from trl_a3po.protocol.images import PromptImages
 from trl_a3po.report.completions_table import RowWeights
 from trl_a3po.rollout.batch_rows import Row
 
@@ -12,6 +15,7 @@ class CurrentBatch:
 
     Args:
         rows: this process's rows, one per rollout, from the take until TRL has prepared them; `None` otherwise.
+        images: those of one prompt of the batch, in whichever process; `None` if no prompt has any.
         sampled, scored: TRL has asked for the completions, and for the rewards, of `rows`.
         take_number: number of the last take within its generation batch. It is 0 unless `schedule="periodic"`, where
             every micro-step takes its own groups.
@@ -22,6 +26,7 @@ class CurrentBatch:
     """
 
     rows: list[Row] | None = None
+    images: PromptImages | None = None
     sampled: bool = False
     scored: bool = False
     take_number: int = 0
@@ -34,6 +39,12 @@ class CurrentBatch:
     def at_first_take(self) -> bool:
         """The last take has begun a generation batch."""
         return self.take_number == 0
+
+    def take_share(self, rows: Sequence[Row], rank: int, processes: int) -> list[Row]:
+        """Of the rows of all processes, hold those of process `rank`, and return them."""
+        self.images = next((group.prompt.images for group, _ in rows if group.prompt.images is not None), None)
+        self.rows = rank_share(rows, rank, processes)
+        return self.rows
 
     def pop_rows(self) -> list[Row]:
         """The rows, which TRL has prepared now."""

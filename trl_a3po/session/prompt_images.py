@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
 from trl.data_utils import prepare_multimodal_messages
 
 from trl_a3po.checks.images import UnusableImages, check_fields, check_placeholders
@@ -18,6 +17,8 @@ from trl_a3po.protocol.images import PromptImages
 from trl_a3po.rollout.prompt_stream import TokenizedPrompt
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from trl_a3po.trainer import A3POTrainer
 
 Messages = list[dict[str, Any]]
@@ -54,7 +55,10 @@ def tokenized_with_images(trainer: "A3POTrainer", row: Mapping[str, Any]) -> Tok
         UnusableImages: an image cannot be read, or the images do not match the tokens of the prompt.
     """
     messages = messages_with_images(row)
-    prompt_ids, images, fields = trainer._tokenize_prompts([messages])
+    try:
+        prompt_ids, images, fields = trainer._tokenize_prompts([messages])
+    except (ValueError, RuntimeError, ArithmeticError) as error:
+        raise UnusableImages(f"The processor refuses a prompt and its images: {error}") from error
     token_ids = list(prompt_ids[0])
     shown = messages if images_in_columns(row) is not None else None
     if not images or not images[0]:
@@ -71,13 +75,15 @@ def as_tensor(field: Any) -> torch.Tensor:
     return torch.as_tensor(np.asarray(field))
 
 
-def opened_image(image: Any) -> Image.Image:
+def opened_image(image: Any) -> "Image":
     """An image of a dataset: a PIL image, the path of a file, or a dictionary with `bytes` or a `path`, as
     `datasets.Image(decode=False)` gives it.
 
     Raises:
         UnusableImages: it is none of these, or cannot be read.
     """
+    from PIL import Image  # which a run without images does not need
+
     if isinstance(image, Image.Image):
         return image
     source = image

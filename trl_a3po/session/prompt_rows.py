@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from torch.utils.data import DistributedSampler
 
 from trl_a3po.checks.data import (
@@ -97,8 +97,9 @@ def check_all_rows(trainer: "A3POTrainer") -> None:
     """Raise `ValueError` for a row of the trainer's datasets that cannot be sampled from (see `check_rows`), and warn
     of rows whose completions the model's context cuts short.
 
-    Only a prompt that may be too long is tokenised: one with at least as many bytes as tokens would fit beside the
-    tokens that the chat template adds, of which the first row has at least as many.
+    Only a prompt of text that may be too long is tokenised: one with at least as many bytes as tokens would fit beside
+    the tokens that the chat template adds, of which the first row has at least as many. Of prompts with images, the
+    first one is, which says whether the processor and the model match.
     """
     args, tokenizer, config = trainer.args, trainer.processing_class, trainer.model.config.get_text_config()
     context = context_of(args, config)
@@ -117,6 +118,8 @@ def check_all_rows(trainer: "A3POTrainer") -> None:
             rooms.append(room)
 
     check_rows("train_dataset", trainer.train_dataset, tokenizer, token_ids)
+    if trainer._is_vlm and isinstance(trainer.train_dataset, Dataset) and not trainer.environment_factories:
+        tokenize_prompt(trainer, trainer.train_dataset[0])
     check_rows("eval_dataset", trainer.eval_dataset, tokenizer, token_ids)
     if rooms:
         logger.warning(

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trl_a3po.protocol.images import PromptImages
-from trl_a3po.rollout.batch_images import batch_fields, pads_rows
+from trl_a3po.protocol.images import PromptImages, pads_rows
+from trl_a3po.rollout.batch_images import batch_fields
 from trl_a3po.rollout.batch_rows import Row, prompt_ids_of
+from trl_a3po.session.current_batch import CurrentBatch
 from trl_a3po.session.temporarily import temporarily
 
 if TYPE_CHECKING:
@@ -37,34 +38,36 @@ def images_of(rows: Sequence[Row]) -> list[PromptImages | None]:
     return [group.prompt.images for group, _ in rows]
 
 
-def pictures_of(rows: Sequence[Row]) -> list[list[Any] | None] | None:
-    """The images of each row as TRL lists them; `None` if no row has any."""
-    images = images_of(rows)
-    return [None if one is None else list(one.images) for one in images] if any(images) else None
+def pictures_of(batch: CurrentBatch) -> list[list[Any] | None] | None:
+    """The images of each row as TRL lists them; `None` if no row of the batch has any, in no process: TRL gathers the
+    images of all processes."""
+    if batch.images is None:
+        return None
+    return [None if one is None else list(one.images) for one in images_of(batch.rows or ())]
 
 
 @contextmanager
-def replayed_images(trainer: "A3POTrainer", rows: Sequence[Row]) -> Iterator[None]:
-    """Inside, the trainer's processor returns the stored fields of `rows`."""
-    images = images_of(rows)
-    if not any(images):
+def replayed_images(trainer: "A3POTrainer", batch: CurrentBatch) -> Iterator[None]:
+    """Inside, the trainer's processor returns the stored fields of the batch's rows."""
+    rows = batch.rows or ()
+    if batch.images is None:
         yield
         return
-    fields = batch_fields(images, [len(prompt_ids_of(row)) for row in rows])
+    fields = batch_fields(images_of(rows), [len(prompt_ids_of(row)) for row in rows], batch.images)
     with temporarily(trainer, processing_class=ReplayedProcessor(trainer.processing_class, fields)):
         yield
 
 
-def rows_for_trl(rows: Sequence[Row], inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_for_trl(batch: CurrentBatch, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of a batch as TRL can prepare them: it fails at a batch whose columns of images are all empty, unless
     each is an empty list."""
-    if any(images_of(rows)):
+    if batch.images is not None:
         return inputs
     return [{**row, "images": []} if "image" in row or "images" in row else row for row in inputs]
 
 
 def counted_by_row(batch: dict[str, Any]) -> None:
-    """Have TRL move the images of a batch with their rows. It reads `num_images` as the number of entries that each
-    row has in `pixel_values`, where there is one entry for each row if rows are padded (`pads_rows`)."""
+    """Have TRL move the images of a prepared batch with their rows. It reads `num_images` as the number of entries
+    that each row has in `pixel_values`, which is one where rows are padded (`pads_rows`)."""
     if "pixel_values" in batch and pads_rows(batch):
         batch["num_images"] = [1] * len(batch["completion_ids"])

@@ -102,6 +102,8 @@ def begin_run(trainer: "A3POTrainer", run: RunState | None) -> None:
             log = trainer._logs[name] if column is None else trainer._logs[name][column]
             log.clear()
             log.extend(values)
+    if trainer._is_vlm and trainer.log_multimodal:  # images are not saved, but have a place for each prompt
+        trainer._logs["images"].extend([None] * len(run.logs.get("prompt", ())))
 
 
 def _moved(part: Slice, device: torch.device) -> Slice:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from trl.trainer.utils import strip_images_from_messages
 
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.queue_codec import encode_state
@@ -76,6 +77,7 @@ def _slices_left(trainer: "CheckpointHooks") -> list[Slice | None] | None:
 
 def _logs(trainer: "CheckpointHooks") -> dict[str, Any]:
     logs = {name: list(trainer._logs[name]) for name in ("prompt", "completion", "advantages")}
+    logs["prompt"] = list(map(strip_images_from_messages, logs["prompt"]))
     return logs | {
         name: {column: list(values) for column, values in trainer._logs[name].items()} for name in ("rewards", "extra")
     }

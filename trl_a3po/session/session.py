@@ -255,7 +255,9 @@ class Session:
     def _check_delivery(self, args: A3POConfig, prompts: PromptStream, version: int) -> DeliveryCheck | None:
         """The delivery check, after its first run; `None` if there is no prompt, and so nothing to sample."""
         probes = max(NUM_PROBES, len(args.engine_devices), len(args.vllm_server_urls or ()))  # one for each engine
-        first = [prompt.token_ids for prompt in prompts.peek(min(probes, args.groups_per_batch))]
+        images = self._model.config.to_dict().get("image_token_id")  # of probes, which show none
+        peeked = prompts.peek(min(probes, args.groups_per_batch))
+        first = [[token for token in prompt.token_ids if token != images] for prompt in peeked]
         if not first:
             return None
         prompt_ids = list(itertools.islice(itertools.cycle(first), probes))

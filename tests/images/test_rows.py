@@ -1,0 +1,255 @@
+"""Rows with images: what a column and a message may hold, what reward functions receive, which rows are refused."""
+
+import io
+
+import pytest
+from datasets import Dataset, Features, Image, IterableDataset, Value
+from peft import LoraConfig
+
+from tests.images.pictured import (
+    MESSAGES,
+    PicturedGRPOTrainer,
+    pictured,
+    questions,
+    reward,
+    with_one_picture,
+    with_pictures,
+)
+from tests.runs import TakeRecorder, logged
+from tests.tiny import tiny_tokenizer
+from tests.vision import FAMILIES, messages, picture
+
+FEW = {"max_steps": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}  # one group
+
+
+def as_bytes(image):
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+def stream(*rows):
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+def taken_images(trainer):
+    return [group.prompt.images for _, group in trainer.groups]
+
+
+def test_reward_functions_receive_what_grpo_gives_them(tmp_path):
+    seen = {}
+
+    def judge(completions, prompts, image, completion_ids, **kwargs):
+        seen.setdefault(kind, []).extend(zip(prompts, completions, image, strict=True))
+        assert set(kwargs) - {"trainer_state", "log_extra", "log_metric", "environments"} == set()
+        return [0.5 * len(ids) for ids in completion_ids]
+
+    settings = {"reward_funcs": judge, "shuffle_dataset": False, **FEW}
+    for kind in (PicturedGRPOTrainer, TakeRecorder):
+        pictured("gemma3", tmp_path, kind, **settings).train()
+    theirs, ours = seen[PicturedGRPOTrainer], seen[TakeRecorder]
+    assert len(theirs) == len(ours) == 4
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == other  # images are equal where their pixels are
+    assert ours[0][0][0]["content"][0] == {"type": "image", "image": ours[0][2]}
+
+
+@pytest.mark.parametrize("kind", ["PIL", "bytes", "path", "in the messages", "places in the messages"])
+def test_one_image_in_each_of_its_forms(tmp_path, kind):
+    image = picture(3)
+    image.save(tmp_path / "picture.png")
+    text = [{"type": "text", "text": "w1 w2"}]
+    row = {
+        "PIL": {"prompt": questions(1)[0], "image": image},
+        "bytes": {"prompt": questions(1)[0], "image": {"bytes": as_bytes(image), "path": None}},
+        "path": {"prompt": questions(1)[0], "images": [str(tmp_path / "picture.png")]},
+        "in the messages": {"prompt": messages("w1 w2", image)},
+        "places in the messages": {
+            "prompt": [{"role": "user", "content": [{"type": "image"}, *text]}],
+            "images": [image],
+        },
+    }[kind]
+    trainer = pictured("qwen3_vl", tmp_path, TakeRecorder, train_dataset=stream(row), **FEW)
+    trainer.train()
+    [images] = taken_images(trainer)
+    assert images.images[0].tobytes() == image.tobytes()
+    assert max(logged(trainer, "a3po/engine_gap/max")) < 1e-4
+
+
+def test_every_prompt_is_prepared_once(tmp_path, monkeypatch):
+    processor, prepared = FAMILIES["qwen2_5_vl"].processor(), []
+    call = type(processor).__call__
+    monkeypatch.setattr(
+        type(processor),
+        "__call__",
+        lambda self, *args, **kwargs: prepared.append(kwargs) or call(self, *args, **kwargs),
+    )
+    trainer = pictured("qwen2_5_vl", tmp_path, TakeRecorder, processing_class=processor, delivery_check_steps=0)
+    at_construction = len(prepared)
+    trainer.train()
+    assert len(prepared) - at_construction == len(trainer.groups) == 4
+
+
+async def episode(episode):
+    return 0.0
+
+
+BROKEN = {"prompt": questions(1)[0], "image": {"bytes": b"no image", "path": None}}
+LEFT_OUT = {
+    "broken": (BROKEN, "An image cannot be read from its bytes: repair or remove the row."),
+    "address": (
+        {"prompt": questions(1)[0], "image": "https://example.com/a.png"},
+        "An image is given as the address 'https://example.com/a.png', which is not fetched during training",
+    ),
+    "address in a message": (
+        {"prompt": [{"role": "user", "content": [{"type": "image", "url": "https://example.com/a.png"}]}]},
+        "A message shows the image 'https://example.com/a.png' by its address",
+    ),
+    "array": ({"prompt": questions(1)[0], "image": [[0]]}, "An image is a list: give a PIL image"),
+    "the image token in a text": (
+        {"prompt": [{"role": "user", "content": "w1 <|image_pad|> w2"}], "image": picture(1)},
+        "The processor refuses a prompt and its images: The total number of <|image_pad|> tokens in the prompts",
+    ),
+    "too few places": (
+        {"prompt": messages("w1"), "images": [picture(1)]},
+        "The row has 1 images, but its messages have places for 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", LEFT_OUT)
+def test_a_row_of_a_stream_whose_images_cannot_be_used_is_left_out(tmp_path, caplog, which):
+    row, words = LEFT_OUT[which]
+    good = {"prompt": questions(1)[0], "image": picture(1, 16, 16)}
+    trainer = pictured(
+        "qwen2_5_vl", tmp_path, TakeRecorder, train_dataset=stream(row, good, good), shuffle_dataset=False, **FEW
+    )
+    trainer.train()
+    assert f"A row of train_dataset is left out. {words}" in caplog.text
+    assert [group.prompt.index for _, group in trainer.groups] == [1]
+
+
+def test_the_number_of_a_row_with_more_images_than_places_is_said_at_construction(tmp_path):
+    prompts = questions(8)
+    prompts[5] = [{"role": "system", "content": "w1"}]
+    data = Dataset.from_dict(
+        {"prompt": prompts, "images": [[picture(i)] for i in range(8)]},
+        features=Features({"prompt": MESSAGES, "images": [Image()]}),
+    )
+    with pytest.raises(ValueError, match="Row 5 of train_dataset: The row has 1 images, but its messages have places"):
+        pictured("qwen2_5_vl", tmp_path, train_dataset=data)
+
+
+def without_placeholder():
+    processor = FAMILIES["qwen2_5_vl"].processor()
+    processor.chat_template = "{% for m in messages %}{{ m['role'] }} w1 {% endfor %}"
+    return processor
+
+
+REFUSED = {
+    "a template without images": (
+        {"processing_class": without_placeholder},
+        "The processor refuses a prompt and its images: The total number of <|image_pad|> tokens",
+    ),
+    "texts": (
+        {"train_dataset": lambda: Dataset.from_dict(
+            {"prompt": ["w1"] * 8, "image": [picture(i) for i in range(8)]},
+            features=Features({"prompt": Value("string"), "image": Image()}))},
+        "The dataset has images, but the prompt is text, in which they have no place",
+    ),
+    "a tokenizer": (
+        {"processing_class": tiny_tokenizer},
+        "train_dataset has a column 'image', but processing_class is a TokenizersBackend, which cannot show images",
+    ),
+    "a video": (
+        {"train_dataset": lambda: with_one_picture().add_column("video", ["a.mp4"] * 8)},
+        "train_dataset has a column 'video', but only text and images are supported",
+    ),
+    "episodes": (
+        {"rollout_func": lambda: episode},
+        "processing_class is a Qwen25Processor, and tools, environment_factory or rollout_func",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_refused_at_construction(tmp_path, which):
+    settings, words = REFUSED[which]
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        pictured("qwen2_5_vl", tmp_path, **{name: make() for name, make in settings.items()})
+
+
+COUNTS = [2, 0, 1, 0, 0, 3, 1, 0]
+QUICK_OR_LONG = [
+    name if name in ("qwen2_5_vl", "idefics3") else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES
+]
+
+
+@pytest.mark.parametrize("family", QUICK_OR_LONG)
+def test_images_stay_with_their_rows_and_rows_without_any_are_trained(tmp_path, family):
+    """The engine has sampled every row alone, so a row with the images of another one would leave a gap."""
+    trainer = pictured(
+        family, tmp_path, TakeRecorder, train_dataset=with_pictures(COUNTS), shuffle_dataset=False, max_steps=8,
+        per_device_train_batch_size=2, steps_per_generation=8, gradient_accumulation_steps=4, beta=0.05,
+        learning_rate=1e-3, log_completions=True,
+    )  # fmt: skip
+    trainer.train()
+    numbers = [0 if images is None else len(images.images) for images in taken_images(trainer)]
+    assert sorted(numbers) == sorted(COUNTS * 2)
+    gaps = logged(trainer, "a3po/engine_gap/max")
+    assert len(gaps) == 4 and max(gaps) < 1e-4
+    assert logged(trainer, "kl")[0] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frozen_tower_stays_and_the_language_model_learns(tmp_path, family):
+    model = FAMILIES[family].model()
+    tower = {n: p.detach().clone() for n, p in model.named_parameters() if "visual" in n or "vision_" in n}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in tower)
+    trainer = pictured(family, tmp_path, TakeRecorder, max_steps=3, model=model)
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    trainer.train()
+    after = dict(trainer.model.named_parameters())
+    assert tower and all((after[name] == value).all() for name, value in tower.items())
+    assert any((after[name] != value).any() for name, value in before.items())
+
+
+def test_image_tokens_are_not_sampled(tmp_path):
+    adapter = LoraConfig(r=4, target_modules="all-linear")
+    trainer = pictured("gemma3", tmp_path, TakeRecorder, engine="transformers", peft_config=adapter, temperature=5.0)
+    trainer.train()
+    sampled = {token for _, group in trainer.groups for rollout in group.rollouts for token in rollout.token_ids}
+    assert trainer.model.config.image_token_id not in sampled and len(sampled) > 10
+    assert max(logged(trainer, "a3po/engine_gap/max")) < 1e-3
+
+
+def test_reward_functions_in_processes_receive_images(tmp_path):
+    trainer = pictured("qwen2_5_vl", tmp_path, TakeRecorder, reward_funcs=brightness, reward_workers=1, **FEW)
+    trainer.train()
+    [(_, group)] = trainer.groups
+    assert group.score.rewards == [[float(sum(group.prompt.images.images[0].getpixel((0, 0))))]] * 4
+
+
+def brightness(completions, image, **kwargs):
+    return [float(sum(one.getpixel((0, 0)))) for one in image]
+
+
+def test_a_group_function_receives_images(tmp_path):
+    seen = []
+    trainer = pictured("qwen2_5_vl", tmp_path, on_group=seen.append, **FEW)
+    trainer.train()
+    assert [len(group.prompt.images.images) for group in seen] == [1]
+    assert seen[0].prompt.example["image"].size == seen[0].prompt.images.images[0].size
+
+
+def test_an_evaluation_shows_images(tmp_path):
+    trainer = pictured(
+        "qwen2_5_vl", tmp_path, eval_dataset=with_one_picture(4), eval_strategy="steps", eval_steps=1,
+        per_device_eval_batch_size=8, reward_funcs=reward, **FEW,
+    )  # fmt: skip
+    trainer.train()
+    shown = [request.images for request in trainer.args.engine.requests]
+    assert len(shown) == 5 and None not in shown
+    assert len(logged(trainer, "eval_reward")) == 1
