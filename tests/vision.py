@@ -77,8 +77,8 @@ MROPE = {"rope_type": "default", "rope_theta": 10000.0}
 class _ImagesOnly:
     """A processor without one of videos, which needs torchvision."""
 
-    def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
-        return None if argument is None else super().check_argument_for_proper_class(name, argument)  # type: ignore[misc]
+    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None):
+        super().__init__(image_processor, tokenizer, None, chat_template=chat_template)  # type: ignore[call-arg]
 
 
 class Qwen25Processor(_ImagesOnly, Qwen2_5_VLProcessor):
@@ -134,7 +134,7 @@ def _qwen_images() -> Any:
 
 
 def _qwen_processor(kind: type) -> Any:
-    return kind(_qwen_images(), tokenizer(), None, chat_template=chat_template(PLACEHOLDERS["qwen"]))
+    return kind(_qwen_images(), tokenizer(), chat_template=chat_template(PLACEHOLDERS["qwen"]))
 
 
 def _gemma_processor() -> Any:

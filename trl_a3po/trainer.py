@@ -32,7 +32,13 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftConfig, PeftModel
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import (
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+)
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 from trl import GRPOTrainer
@@ -136,6 +142,7 @@ from trl_a3po.session.build_scorer import (
 from trl_a3po.session.checkpoint_hooks import CheckpointHooks
 from trl_a3po.session.closing import close_after_error, end_with_users_line
 from trl_a3po.session.current_batch import CurrentBatch
+from trl_a3po.session.image_memory import image_memory
 from trl_a3po.session.loss_inputs import LossInputs
 from trl_a3po.session.prompt_rows import check_all_rows
 from trl_a3po.session.replayed_images import counted_by_row, images_of, pictures_of, replayed_images, rows_for_trl
@@ -165,6 +172,8 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
     [`~A3POTrainer.train`] and stops when it returns or raises.
 
     Args:
+        processing_class: a tokenizer, or the processor of a vision-language model, whose prompts may have images
+            (docs/vision.md).
         rollout_func: an `async` function that plays one [`~trl_a3po.episodes.Episode`] and returns its reward, or an
             [`~trl_a3po.episodes.EpisodeResult`]. The reward is a column of its own, beside those of `reward_funcs`.
         on_group: called in a background thread with each finished and scored [`~trl_a3po.Group`] of training, one at
@@ -203,7 +212,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         args: A3POConfig | None = None,
         train_dataset: TrainDataset | None = None,
         eval_dataset: EvalDataset | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
@@ -420,8 +429,11 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             fsdp=fsdp,
         )
         rules, split = queue_rules(self.args, episodes=runs_episodes(self)), split_of(self.args, processes)
-        line = forecast_from_earlier_run(self.args.output_dir, rules, split)
-        return plan if line is None else f"{plan}\n{table({'forecast': line})}"
+        more = {
+            "images": image_memory(self),
+            "forecast": forecast_from_earlier_run(self.args.output_dir, rules, split),
+        }
+        return "\n".join([plan, *(table({name: line}) for name, line in more.items() if line is not None)])
 
     def close(self) -> None:
         """Stop generating and free the engine. `train` calls it when it ends. Idempotent."""

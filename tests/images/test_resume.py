@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image as Pictures
+from safetensors.torch import load_file
 
 from tests.images.pictured import pictured, questions, with_pictures
 from tests.runs import TakeRecorder, train_recorded
@@ -97,3 +98,19 @@ def test_the_digest_of_a_prompt_reads_the_pixels():
     assert (
         digests[0] == prompt_digest({"prompt": text, "image": None}) == prompt_digest({"prompt": text, "images": []})
     )
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    """Qwen2.5-VL is saved under other names than the model has."""
+    trainer = pictured(
+        "qwen2_5_vl", tmp_path, eval_dataset=with_pictures([1, 1]), eval_strategy="steps", eval_steps=1,
+        per_device_eval_batch_size=4, metric_for_best_model="eval_reward", greater_is_better=True, max_steps=3,
+        load_best_model_at_end=True, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    saved = type(trainer.model).from_pretrained(best).state_dict()
+    for name, weight in trainer.model.state_dict().items():
+        torch.testing.assert_close(weight, saved[name], rtol=0, atol=0)
+    last = load_file(Path(trainer.args.output_dir) / "checkpoint-3" / "model.safetensors")
+    assert not last.keys() <= saved.keys()

@@ -236,6 +236,7 @@ FIELDS = (
             "trackio_bucket_id",
             "trackio_static_space_id",
             "log_completions",
+            "log_multimodal",
             "num_completions_to_print",
             "log_unique_prompts",
             "log_completions_hub_repo",
@@ -283,5 +284,4 @@ FIELDS = (
         ),
     ),
     BorderRow("no effect", "scripts read it, and the Trainer does not", ("do_train", "do_predict")),
-    BorderRow("no effect", "there are no images", ("log_multimodal",)),
 )

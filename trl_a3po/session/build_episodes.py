@@ -81,7 +81,7 @@ def build_episodes(trainer: "A3POTrainer", engine: Engine, sampling: SamplingSet
         templates = _templates_of_rollout_function(trainer)
         return Episodes(_runner(trainer, engine, sampling, trainer.rollout, templates), None)
     templates = ChatTemplates(
-        trainer.processing_class,
+        trainer._tokenizer,
         chat_template=trainer.chat_template,
         chat_template_kwargs=trainer.chat_template_kwargs,
         tools=trainer.tools,
@@ -168,7 +168,7 @@ def _runner(
 
 def _templates_of_rollout_function(trainer: "A3POTrainer") -> ChatTemplates:
     """Templates that parse tool calls, and add messages, where the tokenizer's own is one that TRL knows."""
-    tokenizer, chat_template = trainer.processing_class, trainer.chat_template
+    tokenizer, chat_template = trainer._tokenizer, trainer.chat_template
     templates = ChatTemplates(
         tokenizer, chat_template=chat_template, chat_template_kwargs=trainer.chat_template_kwargs
     )

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.distributed.fsdp import StateDictType
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
@@ -31,6 +31,7 @@ from trl_a3po.publish.quantised import keep_trained_dtypes
 from trl_a3po.report.model_card import complete_model_card
 from trl_a3po.rollout.group_filter import OnGroup
 from trl_a3po.session.hub import without_records
+from trl_a3po.session.renamed_weights import has_renamed, load_renamed
 from trl_a3po.session.saving import save_run
 from trl_a3po.session.session import Session
 from trl_a3po.session.temporarily import temporarily
@@ -44,7 +45,7 @@ class CheckpointHooks(GRPOTrainer):
 
     args: A3POConfig
     model: PreTrainedModel  # or a PeftModel, which has the attributes of the model that it wraps
-    processing_class: PreTrainedTokenizerBase
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin
     train_dataset: Dataset | IterableDataset
     shuffle_dataset: bool
     max_completion_length: int
@@ -123,12 +124,20 @@ class CheckpointHooks(GRPOTrainer):
                 "the next optimizer step."
             )
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        loads = model if model is not None else self.model
         with keep_trained_dtypes(self.model):
-            super()._load_from_checkpoint(*args, **kwargs)
+            if has_renamed(loads, Path(resume_from_checkpoint)):
+                load_renamed(loads, Path(resume_from_checkpoint))
+                return
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
         with keep_trained_dtypes(self.model):
+            if not self.is_deepspeed_enabled and best is not None and has_renamed(self.model, Path(best)):
+                load_renamed(self.model, Path(best))
+                return
             super()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
