@@ -577,11 +577,15 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
             self._rollout_log.begin_batch()
         rows = balanced_rows(groups, self._team.size, self.model.config.get_text_config().hidden_size)
         taken = batch.take_share(rows, self._team.rank, self._team.size)
-        check_mixed_images(rows, zero_stage(self))
+        check_mixed_images(rows, partitioned=self._is_partitioned)
         if self.environment_factories and self._team.is_main:
             environments: Any = self._main_session.environments_of(taken)
             self.environments = environments
         return [example_of(row) for row in taken]
+
+    @property
+    def _is_partitioned(self) -> bool:
+        return self.is_fsdp_enabled or zero_stage(self) == 3
 
     def _end_evaluations(self) -> None:
         """Have the engine sample from the trained weights again if evaluations have had it sample from others."""
@@ -602,7 +606,7 @@ class A3POTrainer(CheckpointHooks, GRPOTrainer):
         groups = self._team.run_on_main(sample)
         sampled = [(group, number) for group in groups for number in range(len(group.rollouts))]
         taken = self._current_batch.take_share(sampled, self._team.rank, self._team.size)
-        check_mixed_images(sampled, zero_stage(self))
+        check_mixed_images(sampled, partitioned=self._is_partitioned)
         self._show_row_weights()
         self._current_batch.row_weights.forget_places()
         return [example_of(row) for row in taken]

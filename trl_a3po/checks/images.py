@@ -113,12 +113,12 @@ def check_prepared_images(batch: Mapping[str, Any], images: Sequence[PromptImage
         )
 
 
-def check_mixed_images(rows: Sequence[Row], zero_stage: int) -> None:
-    """Raise `ValueError` for a batch of which only some rows have images under ZeRO-3, where processes whose rows have
-    none would wait forever for the others, which gather the weights of the vision tower."""
+def check_mixed_images(rows: Sequence[Row], *, partitioned: bool) -> None:
+    """Raise `ValueError` for a batch of which only some rows have images where the weights are partitioned over
+    processes: one whose rows have none would not help the others to gather the weights of the vision tower."""
     without = sum(group.prompt.images is None for group, _ in rows)
-    if zero_stage == 3 and 0 < without < len(rows):
+    if partitioned and 0 < without < len(rows):
         raise ValueError(
-            f"{without} of the {len(rows)} rows of a batch have no images, which DeepSpeed ZeRO-3 cannot train "
-            "together with rows that have some: give every row an image, or launch with ZeRO-2."
+            f"{without} of the {len(rows)} rows of a batch have no images, which DeepSpeed ZeRO-3 and FSDP cannot train "
+            "together with rows that have some: give every row an image, or launch with DDP or ZeRO-2."
         )

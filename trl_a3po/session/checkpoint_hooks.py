@@ -127,7 +127,7 @@ class CheckpointHooks(GRPOTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         loads = model if model is not None else self.model
         with keep_trained_dtypes(self.model):
-            if has_renamed(loads, Path(resume_from_checkpoint)):
+            if not self.is_fsdp_enabled and has_renamed(loads, Path(resume_from_checkpoint)):
                 load_renamed(loads, Path(resume_from_checkpoint))
                 return
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -135,7 +135,8 @@ class CheckpointHooks(GRPOTrainer):
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         with keep_trained_dtypes(self.model):
-            if not self.is_deepspeed_enabled and best is not None and has_renamed(self.model, Path(best)):
+            whole = not self.is_deepspeed_enabled and not self.is_fsdp_enabled
+            if whole and best is not None and has_renamed(self.model, Path(best)):
                 load_renamed(self.model, Path(best))
                 return
             super()._load_best_model()
