@@ -25,7 +25,7 @@ def pads_rows(fields: Container[str]) -> bool:
 class PromptImages:
     """
     Args:
-        images: the images, in the order in which the prompt shows them. vLLM preprocesses them itself.
+        images: the images, in the order in which the prompt shows them. vLLM reads their sizes alone.
         fields: what the processor made of this prompt alone, beside its token ids: the keyword arguments of the
             model's forward, such as `pixel_values` and `image_grid_thw`, as for a batch of one. Fields that have a
             value per token, such as `mm_token_type_ids`, are `(1, P)` for a prompt of P tokens.

@@ -6,11 +6,13 @@ Guarantees: every setting of `GRPOConfig` keeps its meaning in the engine, or ra
 import importlib.util
 import os
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, ProcessorMixin
 
 from trl_a3po.config import A3POConfig
 from trl_a3po.engines.several import SeveralEngines
@@ -27,14 +29,25 @@ VLLM_START_TIMEOUT = 600.0  # seconds; on a GPU, vLLM compiles for minutes when 
 VLLM_SLOTS = 256  # of each device, unless engine_slots says otherwise
 
 
-def build_engine(args: A3POConfig, device: torch.device) -> Engine:
-    """The engine that `args` ask for, not yet started; `device` is the trainer's."""
+def build_engine(args: A3POConfig, device: torch.device, processing_class: Any = None) -> Engine:
+    """The engine that `args` ask for, not yet started; `device` is the trainer's.
+
+    Raises:
+        ValueError: `processing_class` is a processor, and the engine samples on servers.
+    """
     if not isinstance(args.engine, str):
         return args.engine
+    processor = processing_class if isinstance(processing_class, ProcessorMixin) else None
     if args.engine == "vllm" and args.vllm_server_urls:
+        if processor is not None:
+            raise ValueError(
+                f"vllm_server_urls={args.vllm_server_urls!r} with a {type(processor).__name__}: token ids and images "
+                "cannot be sent to these servers together yet. Leave vllm_server_urls out, so that the trainer runs "
+                "vLLM itself; or, for prompts without images, pass processing_class=processor.tokenizer."
+            )
         return _vllm_servers(args, device)
     devices = [torch.device(name) for name in args.engine_devices] or [device]
-    build = _vllm_engine if args.engine == "vllm" else _transformers_engine
+    build = partial(_vllm_engine, processor=processor) if args.engine == "vllm" else _transformers_engine
     engines = [build(args, on, device, -(-engine_slots(args) // len(devices))) for on in devices]
     return engines[0] if len(engines) == 1 else SeveralEngines(engines)
 
@@ -114,7 +127,9 @@ def _transformers_engine(args: A3POConfig, on: torch.device, device: torch.devic
     )
 
 
-def _vllm_engine(args: A3POConfig, on: torch.device, device: torch.device, slots: int) -> Engine:
+def _vllm_engine(
+    args: A3POConfig, on: torch.device, device: torch.device, slots: int, processor: ProcessorMixin | None
+) -> Engine:
     here = sys.executable if importlib.util.find_spec("vllm") else None
     return VLLMEngine(
         slots=slots,
@@ -123,6 +138,7 @@ def _vllm_engine(args: A3POConfig, on: torch.device, device: torch.device, slots
         deterministic=args.deterministic,
         max_prompt_tokens=args.engine_max_prompt_tokens,
         context=args.vllm_max_model_length,
+        processor=processor,
         device=on,
         gpu_memory=args.vllm_gpu_memory_utilization if shares_gpu(args, on, device) else 0.9,
         options={"model_impl": args.vllm_model_impl},

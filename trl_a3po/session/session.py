@@ -63,7 +63,7 @@ class Session:
         self._sampling = self._current_sampling()
         self._states = PublishedStates(trainer)
         running = RunningClock()
-        self.engine = build_engine(args, trainer.accelerator.device)
+        self.engine = build_engine(args, trainer.accelerator.device, trainer.processing_class)
         self._episodes = build_episodes(trainer, self.engine, self._sampling)
         self._scorer = build_scorer(trainer, self._states, self._environments, running)
         self._rewards = RecordedRewards(self._scorer, recorded_columns(trainer), self._scored)

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from peft import LoraConfig
 
 _HEADS = re.compile(r"(^|\.)(lm_head|embed_tokens|wte|embed_in|embed_out)(\.|$)")
+_IMAGES = re.compile(
+    r"(^|\.)(visual|vision_tower|vision_model|connector|multi_modal_projector|embed_vision|vision_embedder)(\.|$)"
+)
 
 
 def adapter_obstacle(peft_config: object, tensor_names: Mapping[str, object] | set[str]) -> str | None:
@@ -33,6 +36,11 @@ def adapter_obstacle(peft_config: object, tensor_names: Mapping[str, object] | s
     trained = {name for name in tensor_names if ".lora_" in name}
     if heads := sorted(name for name in trained if _HEADS.search(name.partition(".lora_")[0])):
         return f"it adapts {heads[0].partition('.lora_')[0]!r}, and vLLM serves no adapters of embeddings and heads"
+    if towers := sorted(name for name in trained if _IMAGES.search(name.partition(".lora_")[0])):
+        return (
+            f"it adapts {towers[0].partition('.lora_')[0]!r}, and vLLM serves adapters of a vision-language model's "
+            "language part alone (name its layers in target_modules, such as r'.*language_model.*_proj')"
+        )
     if beside := sorted(set(tensor_names) - trained):
         return f"{beside[0]!r} is trained beside it"
     return None

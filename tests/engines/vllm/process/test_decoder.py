@@ -19,6 +19,8 @@ class FakeCore:
         self.version = 0
         self.prefill = prefill
         self.added: list[tuple[str, list[int], dict, str]] = []
+        self.features_of: list[tuple[tuple[int, ...], object]] = []
+        self.log: list[str] = []  # with images: what was begun and aborted, and when images were forgotten
         self.sequences: dict[str, int] = {}
         self.recomputed = 0
         self.finish: dict[str, str] = {}
@@ -27,17 +29,31 @@ class FakeCore:
     def idle(self):
         return not self.sequences
 
-    def add(self, key, token_ids, params, salt):
+    def features(self, token_ids, images):
+        if images is None:
+            return []
+        self.features_of.append((token_ids, images))
+        if images == "misplaced":
+            raise ValueError("vLLM finds 0 of 1 images")
+        return [f"features of {images}"]
+
+    def add(self, key, token_ids, params, salt, features=()):
+        self.log += [f"begin {key} with {feature}" for feature in features]
         assert key not in [added[0] for added in self.added]
         self.added.append((key, list(token_ids), params, salt))
         self.sequences[key] = -self.prefill
 
     def abort(self, keys):
+        self.log += [f"abort {key}" for key in keys]
         for key in keys:
             del self.sequences[key]
 
     def recompute(self):
         self.recomputed += 1
+        self.log.append("recompute")
+
+    def forget_images(self):
+        self.log.append("forget images")
 
     def step(self):
         outputs = []
@@ -148,6 +164,38 @@ def test_caches_are_computed_anew_only_if_that_is_set(recompute):
     core = FakeCore()
     decoder_on(core, recompute=recompute).set_version(1)
     assert core.recomputed == recompute
+
+
+def test_images_are_prepared_once_per_request_and_every_rollout_reads_them():
+    core = FakeCore()
+    decoder = decoder_on(core, slots=1)
+    decoder.submit(GroupRequest(0, 0, (5,), 2, images="a"))
+    decoder.submit(GroupRequest(1, 1, (6,), 1))
+    run(decoder)
+    assert core.features_of == [((5,), "a")]
+    assert core.log == ["begin 0 with features of a", "begin 1 with features of a"]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_publish_has_images_encoded_anew_before_a_rollout_begins_with_them_again(recompute):
+    core = FakeCore(prefill=2)
+    decoder = decoder_on(core, recompute=recompute)
+    decoder.submit(GroupRequest(0, 0, (5,), 1, images="a"))
+    decoder.step()
+    decoder.set_version(1)
+    caches = ["recompute"] if recompute else []
+    again = ["abort 0", "forget images", "begin 1 with features of a"]
+    assert core.log == ["begin 0 with features of a", *caches, *again]
+
+
+def test_a_request_whose_images_vllm_does_not_find_is_refused_alone():
+    core = FakeCore()
+    decoder = decoder_on(core)
+    with pytest.raises(ValueError, match="finds 0 of 1 images"):
+        decoder.submit(GroupRequest(0, 0, (5,), 2, images="misplaced"))
+    assert decoder.idle
+    decoder.submit(GroupRequest(1, 1, (5,), 1, images="a"))
+    assert [event.request_id for event in run(decoder)] == [1]
 
 
 def test_nothing_follows_what_was_cancelled_and_its_place_is_free():

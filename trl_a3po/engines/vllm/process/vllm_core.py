@@ -1,4 +1,4 @@
-"""vLLM's engine core in this process, stepped by hand: the one file that knows the insides of vLLM.
+"""vLLM's engine core in this process, stepped by hand: with `vllm_images.py`, the code that knows the insides of vLLM.
 
 Guarantees:
 
@@ -18,9 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trl_a3po.engines.vllm.process.vllm_images import ImageFeatures, of_sequence
 from trl_a3po.protocol.engine import SamplingSettings
+from trl_a3po.protocol.images import PromptImages
 
 OLDEST, NEWEST = (0, 22), (0, 31)
+OLDEST_WITH_IMAGES = (0, 31)
 _LOAD_FORMAT = "a3po"
 _ADAPTER = "policy"
 
@@ -53,13 +56,16 @@ class VLLMCore:
         weights: called when the model is built.
         temperature: of every sequence.
         adapters: sequences are sampled with the adapter that `load_adapter` has loaded.
+        images: prompts may have images, and the model's folder holds its processor.
 
     Raises:
-        RuntimeError: this version of vLLM cannot be driven so.
+        RuntimeError: this version of vLLM cannot be driven so, or has no images for this model.
     """
 
-    def __init__(self, options: Mapping[str, Any], weights: Weights, *, temperature: float, adapters: bool):
-        check_version()
+    def __init__(
+        self, options: Mapping[str, Any], weights: Weights, *, temperature: float, adapters: bool, images: bool = False
+    ):
+        check_version(images=images)
         from vllm import EngineArgs, LLMEngine
 
         _register_loader(weights)
@@ -69,19 +75,36 @@ class VLLMCore:
         self._engine = engine
         self._core = engine.engine_core.engine_core
         self._adapters = adapters
+        self._images = ImageFeatures(engine.vllm_config.model_config) if images else None
         self._versions: deque[int] = deque()  # of the batches under way
         self.version = 0
 
     # --- sequences ----------------------------------------------------------------------------------------------
 
-    def add(self, key: str, token_ids: Sequence[int], params: Any, salt: str) -> None:
-        """Begin a sequence after `token_ids`. Prefixes are shared among sequences with the same `salt`."""
+    def features(self, token_ids: Sequence[int], images: PromptImages | None) -> list[Any]:
+        """What `add` takes of the images that `token_ids` show.
+
+        Raises:
+            ValueError: vLLM does not find the images in the tokens, or was not started for prompts with images.
+        """
+        if images is None:
+            return []
+        if self._images is None:
+            raise ValueError("A prompt has images, but vLLM was started without a processor, so it reads none.")
+        return self._images.of(token_ids, images)
+
+    def add(self, key: str, token_ids: Sequence[int], params: Any, salt: str, features: Sequence[Any] = ()) -> None:
+        """Begin a sequence after `token_ids`. Prefixes are shared among sequences with the same `salt`.
+
+        Args:
+            features: of the images that `token_ids` show, which may be given again.
+        """
         from vllm.v1.engine import EngineCoreRequest
 
         request = EngineCoreRequest(
             request_id=key,
             prompt_token_ids=list(token_ids),
-            mm_features=None,
+            mm_features=of_sequence(features) or None,
             sampling_params=params,
             pooling_params=None,
             arrival_time=0.0,
@@ -129,6 +152,14 @@ class VLLMCore:
         """Have the caches of all sequences computed anew."""
         self._core.reset_prefix_cache(True, False)
 
+    def forget_images(self) -> None:
+        """Have every image encoded anew, which weights that are loaded do not bring about: vLLM keeps what its vision
+        tower made of an image. No sequence may be in the middle of an image."""
+        if self._images is not None:
+            # What `EngineCore.reset_encoder_cache` does, which warns of sequences under way.
+            self._core.scheduler.reset_encoder_cache()
+            self._core.model_executor.reset_encoder_cache()
+
     @property
     def _worker(self) -> Any:
         return self._core.model_executor.driver_worker
@@ -165,16 +196,24 @@ def sampling_params(
     )
 
 
-def check_version() -> None:
-    """Raise `RuntimeError` for a version of vLLM that this file was not written for."""
+def check_version(*, images: bool = False) -> None:
+    """Raise `RuntimeError` for a version of vLLM that this code was not written for.
+
+    Args:
+        images: prompts may have images.
+    """
     import vllm
+
+    oldest = OLDEST_WITH_IMAGES if images else OLDEST
 
     numbers = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())
     from_source = len(numbers) < 2 or numbers < (0, 10)  # builds from source may call themselves 0.1
-    if not from_source and not OLDEST <= numbers <= NEWEST:
+    if not from_source and not oldest <= numbers <= NEWEST:
+        range_ = _named(NEWEST) if oldest == NEWEST else f"{_named(oldest)} to {_named(NEWEST)}"
+        way_out = "set engine='transformers'" if images else "start a server and set vllm_server_urls"
         raise RuntimeError(
-            f"engine='vllm' runs vLLM {_named(OLDEST)} to {_named(NEWEST)} in a process of its own, and this one is "
-            f"{vllm.__version__}: install another one, or start a server and set vllm_server_urls."
+            f"engine='vllm' runs vLLM {range_} in a process of its own{' for prompts with images' * images}, and this "
+            f"one is {vllm.__version__}: install another one, or {way_out}."
         )
 
 

@@ -5,9 +5,10 @@ Guarantees:
 - a request ends in one event, unless it is cancelled; a rollout's three lists grow together;
 - as many rollouts as there are slots are decoded at a time, in the order of their requests. The others wait here and
   not in vLLM, so that each begins under the weights of the time when it begins;
-- a prefix cached under one publish serves no rollout that begins under another. A rollout that has no token yet when
-  weights are published begins anew under them. With caches that are kept, the later turns of an episode go on with the
-  prefixes of the publish under which its first turn was sampled, which hold its own keys and values;
+- a prefix cached under one publish serves no rollout that begins under another, and neither does what the vision tower
+  made of an image. A rollout that has no token yet when weights are published begins anew under them. With caches that
+  are kept, the later turns of an episode go on with the prefixes of the publish under which its first turn was
+  sampled, which hold its own keys and values;
 - a score is computed between the steps of rollouts, which go on meanwhile. A slot is kept free for it.
 """
 
@@ -21,6 +22,7 @@ from trl_a3po.engines.requests import check_request, check_scored
 from trl_a3po.engines.vllm.noise import noise_seed
 from trl_a3po.engines.vllm.process.vllm_core import Output
 from trl_a3po.protocol.engine import EngineEvent, GroupFailed, GroupFinished, GroupRequest, SamplingSettings
+from trl_a3po.protocol.images import PromptImages
 from trl_a3po.protocol.records import Rollout
 
 
@@ -32,7 +34,11 @@ class Core(Protocol):
     @property
     def idle(self) -> bool: ...
 
-    def add(self, key: str, token_ids: Sequence[int], params: Any, salt: str) -> None: ...
+    def features(self, token_ids: Sequence[int], images: PromptImages | None) -> list[Any]: ...
+
+    def add(
+        self, key: str, token_ids: Sequence[int], params: Any, salt: str, features: Sequence[Any] = ()
+    ) -> None: ...
 
     def abort(self, keys: Sequence[str]) -> None: ...
 
@@ -40,12 +46,15 @@ class Core(Protocol):
 
     def recompute(self) -> None: ...
 
+    def forget_images(self) -> None: ...
+
 
 @dataclass(slots=True, eq=False)
 class _Group:
     request: GroupRequest
     sampling: SamplingSettings
     unfinished: int
+    features: list[Any]  # of its images, as `Core` makes them
     rollouts: "list[_Rollout]" = field(default_factory=list)
 
 
@@ -130,7 +139,7 @@ class VLLMDecoder:
         return len(waiting - {id(rollout.group) for rollout in self._running.values()})
 
     def submit(self, request: GroupRequest) -> None:
-        """Raises `ValueError` for a prompt that does not fit."""
+        """Raises `ValueError` for a prompt that does not fit, or does not show its images as vLLM expects."""
         if request.request_id in self._groups:
             raise ValueError(
                 f"Request {request.request_id} is already being sampled: every attempt needs a new request_id."
@@ -142,7 +151,8 @@ class VLLMDecoder:
             max_prompt_tokens=self._max_prompt_tokens,
             room=f" in vLLM's context of {self._context} tokens",
         )
-        group = _Group(request, request.settings(self._sampling), request.num_rollouts)
+        features = self._core.features(request.prompt_ids, request.images)
+        group = _Group(request, request.settings(self._sampling), request.num_rollouts, features)
         self._groups[request.request_id] = group
         group.rollouts = [_Rollout(group, request.first_rollout + n) for n in range(request.num_rollouts)]
         if request.first_position:  # a later turn goes before prompts that have not begun, behind other such turns
@@ -189,6 +199,7 @@ class VLLMDecoder:
             self._core.recompute()
         begun_anew = {key: rollout for key, rollout in self._running.items() if not rollout.token_ids}
         self._core.abort(list(begun_anew))
+        self._core.forget_images()  # all others have read theirs, or begin with them again
         for key, rollout in begun_anew.items():
             del self._running[key]
             self._begin(rollout)
@@ -209,7 +220,7 @@ class VLLMDecoder:
         rollout.salt = str(self._publishes)
         if rollout.episode is not None:
             rollout.salt = self._salts.get(rollout.episode, rollout.salt)
-        self._core.add(key, request.prompt_ids, params, rollout.salt)
+        self._core.add(key, request.prompt_ids, params, rollout.salt, rollout.group.features)
 
     def _record(self, output: Output) -> None:
         rollout = self._running.get(output.key)

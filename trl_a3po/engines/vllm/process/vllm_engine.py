@@ -17,6 +17,7 @@ import torch
 
 from trl_a3po.engines.vllm.adapter_support import adapter_obstacle
 from trl_a3po.engines.vllm.process.vllm_worker import Setup
+from trl_a3po.engines.vllm.process.weight_names import NESTED_TOWERS
 from trl_a3po.engines.worker_engine import WorkerEngine
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import SamplingSettings
@@ -27,6 +28,11 @@ NO_VLLM = (
     "engine='vllm' without vllm_server_urls runs vLLM in a process of its own, and vLLM is not installed here: pip "
     "install vllm, set vllm_python to an interpreter that has it, or set vllm_server_urls to running servers."
 )
+_IMAGE_OPTIONS: dict[str, Any] = {
+    "limit_mm_per_prompt": {"video": 0, "audio": 0},
+    "mm_processor_cache_gb": 0,  # vLLM is given what the processor has made,
+    "mm_device_do_normalize": False,  # which is normalised already
+}
 
 
 class VLLMEngine(WorkerEngine):
@@ -40,6 +46,8 @@ class VLLMEngine(WorkerEngine):
             capability 8.0 or higher.
         max_prompt_tokens: longest prompt accepted; `None` leaves that to the context.
         context: tokens of a sequence; `None`: the model's, or what `max_prompt_tokens` needs.
+        processor: that of a vision-language model, which `save_pretrained` writes, with its tokenizer; `None`: there
+            are no images.
         device: the device of the replica, such as "cpu" or "cuda:1".
         gpu_memory: the share of a GPU's memory that vLLM takes.
         options: further options of vLLM's `EngineArgs`.
@@ -55,6 +63,7 @@ class VLLMEngine(WorkerEngine):
         deterministic: bool = False,
         max_prompt_tokens: int | None = None,
         context: int | None = None,
+        processor: Any | None = None,
         device: torch.device | str = "cpu",
         gpu_memory: float = 0.9,
         options: dict[str, Any] | None = None,
@@ -69,6 +78,7 @@ class VLLMEngine(WorkerEngine):
         self._deterministic = deterministic
         self._max_prompt_tokens = max_prompt_tokens
         self._context = context
+        self._processor = processor
         self._options = {"gpu_memory_utilization": gpu_memory} if device.type == "cuda" else {"enforce_eager": True}
         self._options |= options or {}
         self._folder = ""
@@ -90,6 +100,8 @@ class VLLMEngine(WorkerEngine):
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         config, tied = _served_config(spec, unties=self._device.type == "cpu")
         config.save_pretrained(self._folder)
+        if self._processor is not None:
+            self._processor.save_pretrained(self._folder)
         text = spec.config.get_text_config()
         context = sequence_length(
             self._context,
@@ -99,7 +111,7 @@ class VLLMEngine(WorkerEngine):
         )
         options = {
             "model": self._folder,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": self._processor is None,
             "generation_config": "vllm",
             "dtype": str(spec.dtype).removeprefix("torch."),
             "max_model_len": context,
@@ -108,6 +120,7 @@ class VLLMEngine(WorkerEngine):
             "disable_log_stats": True,
             # Several engines of a run draw different noise.
             "seed": zlib.crc32(f"{sampling.seed} {self._device}".encode()),
+            **(_IMAGE_OPTIONS if self._processor is not None else {}),
             **self._options,
         }
         if spec.peft_config is not None:
@@ -121,7 +134,18 @@ class VLLMEngine(WorkerEngine):
             "seeds": self._deterministic,
         }
         adapter = None if spec.peft_config is None else _plain(spec.peft_config)
-        setup = Setup(sampling, options, decoder, tied, adapter, spec.adapter_name, self._folder, self._threads)
+        setup = Setup(
+            sampling,
+            options,
+            decoder,
+            tied,
+            adapter,
+            spec.adapter_name,
+            self._folder,
+            self._threads,
+            images=self._processor is not None,
+            nested_tower=getattr(getattr(config, "vision_config", None), "model_type", None) in NESTED_TOWERS,
+        )
         return pickle.dumps(setup)
 
 
@@ -181,7 +205,7 @@ def _served_config(spec: PolicySpec, *, unties: bool) -> tuple[Any, dict[str, st
     config = copy.deepcopy(spec.config)
     config.dtype = spec.dtype
     config.architectures = [spec.model_class.__name__]
-    if not unties or not config.get_text_config().tie_word_embeddings:
+    if not unties or not config.tie_word_embeddings:
         return config, {}
     config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
     model_class: Any = spec.model_class

@@ -34,6 +34,8 @@ class Setup:
         adapter: the configuration of the adapter; `None` without one.
         adapter_name: how the adapter's weights are called.
         folder: where the worker may write; the engine removes it.
+        images: prompts may have images, and the model's folder holds its processor.
+        nested_tower: as `base_weights` takes it.
     """
 
     sampling: Any
@@ -44,6 +46,8 @@ class Setup:
     adapter_name: str
     folder: str
     threads: int | None
+    images: bool = False
+    nested_tower: bool = False
 
 
 def _set_up(channel: Channel) -> "tuple[Load, VLLMDecoder]":
@@ -57,15 +61,21 @@ def _set_up(channel: Channel) -> "tuple[Load, VLLMDecoder]":
     setup: Setup = pickle.loads(payload)
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
-    check_version()  # imports vLLM, while the weights may still be being written
+    check_version(images=setup.images)  # imports vLLM, while the weights may still be being written
     views = attach(handle, device_index=0)  # the worker sees no other GPU than its own
     channel.send(("built",))
     _, version, _ = channel.receive_one()
 
     def weights() -> "Iterator[tuple[str, torch.Tensor]]":
-        return base_weights(views, setup.tied)
+        return base_weights(views, setup.tied, nested_tower=setup.nested_tower)
 
-    core = VLLMCore(setup.options, weights, temperature=setup.sampling.temperature, adapters=setup.adapter is not None)
+    core = VLLMCore(
+        setup.options,
+        weights,
+        temperature=setup.sampling.temperature,
+        adapters=setup.adapter is not None,
+        images=setup.images,
+    )
 
     def load(version: int, names: tuple[str, ...] | None) -> None:
         if setup.adapter is None:

@@ -1,16 +1,25 @@
 """The names of a policy's weights, as a checkpoint of the base model and as a saved adapter have them."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 Weight = TypeVar("Weight")
 
+NESTED_TOWERS = ("clip_vision_model", "siglip_vision_model")
+"""`model_type` of the vision towers whose weights are a level deeper in checkpoints, and in vLLM, than in the models
+of transformers since 5.0."""
+_TOWER = re.compile(r"(^|\.)vision_tower\.(?!vision_model\.)")
 
-def base_weights(weights: Mapping[str, Weight], tied: Mapping[str, str]) -> Iterator[tuple[str, Weight]]:
+
+def base_weights(
+    weights: Mapping[str, Weight], tied: Mapping[str, str], *, nested_tower: bool = False
+) -> Iterator[tuple[str, Weight]]:
     """The weights without those of an adapter, under the names of the plain model.
 
     Args:
         tied: name -> the name whose weight it shares, for weights that are to appear under both.
+        nested_tower: the vision tower is one of `NESTED_TOWERS`.
     """
     names: dict[str, list[str]] = {}
     for name, source in tied.items():
@@ -20,7 +29,7 @@ def base_weights(weights: Mapping[str, Weight], tied: Mapping[str, str]) -> Iter
             continue
         plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         for other in (plain, *names.get(plain, ())):
-            yield other, weight
+            yield _TOWER.sub(r"\1vision_tower.vision_model.", other) if nested_tower else other, weight
 
 
 def adapter_weights(weights: Mapping[str, Weight], adapter_name: str) -> Iterator[tuple[str, Weight]]:

@@ -155,6 +155,12 @@ class VLLMServers:
     # --- the protocol -------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Raises `ValueError` for a request with images, of which the servers would read the tokens alone."""
+        if with_images := [request.request_id for request in requests if request.images is not None]:
+            raise ValueError(
+                f"Request {with_images[0]} has images, which are not sent to vLLM servers yet: leave vllm_server_urls "
+                "out, so that vLLM runs in a process of the trainer."
+            )
         self._started().pool.submit(requests)
 
     def wait(self, timeout: float) -> list[EngineEvent]:
