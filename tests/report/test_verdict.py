@@ -59,6 +59,11 @@ def test_the_limit_follows_from_the_numbers(changes, limit, setting):
     assert setting is None or setting in {field.name for field in fields(A3POConfig)}
 
 
+def test_a_balanced_run_names_the_part_that_keeps_up_least():
+    assert "the engine had work 90% of the time" in verdict(CALM).sentence
+    assert "rewards were computed 95% of the time" in verdict(replace(CALM, rewards_busy=0.95)).sentence
+
+
 # --- the numbers, from lines ----------------------------------------------------------------------------------------
 
 

@@ -69,10 +69,13 @@ def _publishing(numbers: RunNumbers) -> Verdict:
 
 def _without_waiting(numbers: RunNumbers) -> Verdict:
     if max(numbers.engine_busy, numbers.rewards_busy) >= HALF_BUSY:
+        busy = f"the engine had work {numbers.engine_busy:.0%} of the time"
+        if numbers.rewards_busy > numbers.engine_busy:
+            busy = f"rewards were computed {numbers.rewards_busy:.0%} of the time"
         return Verdict(
             "balanced",
-            f"Balanced: the trainer waited {numbers.waiting:.0%} of the time, and the engine had work "
-            f"{numbers.engine_busy:.0%} of the time. To go faster, both sides need more.",
+            f"Balanced: the trainer waited {numbers.waiting:.0%} of the time, and {busy}. To go faster, both sides "
+            "need more.",
             None,
         )
     return Verdict(
