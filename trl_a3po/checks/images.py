@@ -119,6 +119,6 @@ def check_mixed_images(rows: Sequence[Row], *, partitioned: bool) -> None:
     without = sum(group.prompt.images is None for group, _ in rows)
     if partitioned and 0 < without < len(rows):
         raise ValueError(
-            f"{without} of the {len(rows)} rows of a batch have no images, which DeepSpeed ZeRO-3 and FSDP cannot train "
-            "together with rows that have some: give every row an image, or launch with DDP or ZeRO-2."
+            f"{without} of the {len(rows)} rows of a batch have no images, which DeepSpeed ZeRO-3 and FSDP cannot "
+            "train together with rows that have some: give every row an image, or launch with DDP or ZeRO-2."
         )
