@@ -12,6 +12,7 @@ from tests.tiny import tiny_tokenizer
 from trl_a3po.errors import DeliveryError
 from trl_a3po.publish import fingerprint
 from trl_a3po.publish.gap_watch import PATIENCE
+from trl_a3po.session.engine_gap import MIN_TOKENS, EngineGapOfRun
 
 BIG_BATCH = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}  # more tokens than are needed
 
@@ -122,3 +123,33 @@ def test_bfloat16_raises_no_alarm_while_the_policy_moves_far(model_path, tmp_pat
     moved = [(a - b).norm() / b.norm() for a, b in zip(trainer.model.parameters(), before, strict=True)]
     assert max(moved) > 0.3
     assert max(logged(trainer, "a3po/engine_gap/mean")) > 1e-3 and warnings(caplog) == []
+
+
+@pytest.fixture
+def gaps(model_path, tmp_path):
+    trainer = build(model_path, tmp_path)
+    return EngineGapOfRun(trainer.args, trainer.model, "no")
+
+
+def mean_of(gap, tokens=MIN_TOKENS):
+    return [(gap * tokens, tokens)]
+
+
+def test_every_weight_is_asked_for_once_for_each_time_that_the_gap_stops_to_be_normal(gaps):
+    asked = []
+    for gap in (1e-5, 0.07, 0.07, 1e-5, 0.07):
+        gaps.see(mean_of(gap))
+        asked.append(gaps.asks_for_all_weights())
+    assert asked == [False, True, False, False, True]
+    gaps.see(mean_of(1e-5))
+    assert not gaps.asks_for_all_weights()
+    gaps.probed(False)
+    assert gaps.asks_for_all_weights() and not gaps.asks_for_all_weights()
+
+
+def test_few_tokens_are_judged_together_with_those_of_the_next_batch(gaps):
+    gaps.see(mean_of(1e-5))
+    gaps.see(mean_of(0.07, MIN_TOKENS - 1))  # alone, they would be unusual
+    assert not gaps.asks_for_all_weights()
+    gaps.see(mean_of(0.0, 63 * MIN_TOKENS))
+    assert not gaps.asks_for_all_weights()

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from transformers import TrainerControl, TrainerState
 
 from tests.runs import COMPLETE, build, reward
 from tests.tiny import tiny_prompts
@@ -17,7 +18,7 @@ from trl_a3po import A3POTrainer
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.errors import Terminated
 from trl_a3po.session import termination
-from trl_a3po.session.termination import Termination
+from trl_a3po.session.termination import StopRequested, Termination
 from trl_a3po.testing import StubEngine
 
 STEPS, AT = 6, 3
@@ -189,13 +190,49 @@ def test_training_in_a_thread_sets_no_handler(model_path, tmp_path):
     assert set(seen) == {signal.SIG_DFL}
 
 
+def events():
+    """A `Termination` that listens, and its events: `call(name, step)` returns the control."""
+    ends = Termination(lambda value: value, lambda: True)
+
+    def call(name, step):
+        control = TrainerControl(should_evaluate=True)
+        getattr(ends, name)(None, TrainerState(global_step=step), control)
+        return control
+
+    return ends, call
+
+
+def test_there_is_something_to_save_after_a_step_that_no_checkpoint_holds():
+    ends, call = events()
+    with ends.listening():
+        call("on_train_begin", 3)  # resumed
+        assert [ends.should_save(step) for step in (3, 4)] == [False, True]
+        call("on_save", 4)
+        assert [ends.should_save(step) for step in (4, 5)] == [False, True]
+
+
+def test_a_run_does_not_end_inside_an_optimizer_step_and_does_not_evaluate_at_its_end():
+    ends, call = events()
+    with ends.listening():
+        call("on_train_begin", 0)
+        call("on_substep_end", 0)
+        sigterm()
+        with ends.may_interrupt():  # a take inside a step
+            ends.raise_if_requested()
+        control = call("on_step_end", 1)
+        assert control.should_save and not control.should_evaluate
+        with pytest.raises(StopRequested), ends.may_interrupt():
+            pass
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_a_process_forked_during_training_takes_sigterm_as_before():
     ready, readies = os.pipe()
     with Termination(lambda value: value, lambda: True).listening():
         child = os.fork()
         if child == 0:
             os.write(readies, b"!")
-            time.sleep(600)
+            time.sleep(60)
             os._exit(7)
         os.read(ready, 1)
         os.kill(child, signal.SIGTERM)

@@ -1,5 +1,6 @@
 """Frozen weights that engines may read where they are: until they are about to change."""
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -65,6 +66,45 @@ def test_a_frozen_weight_that_was_written_to_is_sent_in_other_memory():
     sent = policy.update(1).tensors
     assert sent[name].data_ptr() != read[name].data_ptr() and torch.equal(sent[name], model.get_parameter(name))
     assert name not in policy.update(2).tensors
+
+
+def test_a_frozen_weight_that_has_changed_is_checked_before_it_is_sent():
+    model = lora_model()
+
+    def refuse(names):
+        raise ValueError(f"not {sorted(names)}")
+
+    policy = LocalPolicy(model, policy_sources, refuse)
+    policy.update(0, complete=True)
+    name = next(name for name in sorted(frozen_names(model)) if "norm" in name)
+    with torch.no_grad():
+        model.get_parameter(name).mul_(2.0)
+    with pytest.raises(ValueError, match=name):
+        policy.update(1)
+
+
+def test_a_weight_that_is_frozen_later_is_sent_on_and_is_no_frozen_weight_that_has_changed(caplog):
+    model, checked = lora_model(), []
+    policy = LocalPolicy(model, policy_sources, checked.append)
+    policy.update(0, complete=True)
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    sent = policy.update(1).tensors.keys()
+    for name in trained:
+        model.get_parameter(name).requires_grad_(False)
+    assert trained and policy.update(2).tensors.keys() == policy.update(3).tensors.keys() == sent
+    assert checked == [] and caplog.text == ""
+
+
+def test_a_weight_is_moved_once():
+    model = lora_model()
+    policy = LocalPolicy(model, policy_sources)
+    policy.update(0, complete=True)
+    name = next(name for name in sorted(frozen_names(model)) if "norm" in name)
+    weight = model.get_parameter(name).requires_grad_(True)
+    policy.update(1)
+    place = weight.data_ptr()
+    policy.update(2)
+    assert weight.data_ptr() == place
 
 
 def test_frozen_weights_that_stay_are_not_moved():

@@ -53,6 +53,12 @@ def test_a_normal_gap_in_between_begins_the_count_again():
         gaps.see(math.nan)
 
 
+def test_a_gap_that_is_no_number_is_not_normal_and_sets_no_limit():
+    gaps = watch()
+    assert not gaps.see(math.nan)
+    assert gaps.see(0.001) and gaps.limit == pytest.approx(0.01)
+
+
 def test_the_setting_decides_where_it_is_given():
     gaps = watch(most=0.3)
     assert gaps.see(0.25) and gaps.see(0.29) and not gaps.see(0.31)

@@ -138,6 +138,14 @@ def test_batches_that_a_resumed_dataloader_skips_are_not_read():
     assert len(read) == 4
 
 
+def test_a_resumed_dataloader_reads_as_far_as_the_batch_that_it_has_come_to():
+    """Two batches of two rows, for three micro-steps each, were trained before."""
+    read, rows = counted(1, 20, counted=4)
+    for micro_step, wanted in ((6, 2), (8, 2), (9, 4)):
+        rows.reach(micro_step)
+        assert len(read) == wanted
+
+
 def test_a_process_that_does_not_sample_keeps_no_row():
     read, rows = counted(1, 4, kept=False)
     rows.reach(9)

@@ -159,6 +159,52 @@ def test_an_episode_goes_on_with_its_own_cache_across_publishes_if_caches_are_ke
     assert [salt for *_, salt in core.added] == salts
 
 
+LATER_TURN = GroupRequest(1, 0, (5, 7, 7, 7, 7, 8), 1, first_position=5, first_episode=7)
+
+
+def test_an_episode_whose_first_turn_saw_a_publish_goes_on_with_the_cache_in_which_that_turn_began():
+    core = FakeCore()
+    decoder = decoder_on(core)
+    decoder.submit(GroupRequest(0, 0, (5,), 1, first_episode=7))
+    run(decoder, 3)
+    decoder.set_version(1)
+    (event,) = run(decoder)
+    assert event.rollouts[0].versions == [0, 0, 1, 1]
+    decoder.submit(LATER_TURN)
+    run(decoder)
+    assert [salt for *_, salt in core.added] == ["0", "0"]
+
+
+def test_no_cache_of_other_weights_is_used_once_a_version_is_published_again():
+    core = FakeCore()
+    decoder = decoder_on(core)
+    decoder.set_version(1)
+    decoder.submit(GroupRequest(0, 0, (5,), 1, first_episode=7))
+    run(decoder)
+    decoder.set_version(1)
+    decoder.submit(LATER_TURN)
+    run(decoder)
+    assert [salt for *_, salt in core.added] == ["1", "2"]
+
+
+def test_a_token_that_is_handed_over_after_a_publish_has_the_version_that_sampled_it():
+    """vLLM hands over the tokens of a step while it computes the next one."""
+
+    class HandsOverLater(FakeCore):
+        held: tuple[Output, ...] = ()
+
+        def step(self):
+            outputs, self.held = self.held, tuple(super().step())
+            return outputs
+
+    decoder = decoder_on(HandsOverLater())
+    decoder.submit(GroupRequest(0, 0, (5,), 1))
+    run(decoder, 4)
+    decoder.set_version(1)
+    (event,) = run(decoder)
+    assert event.rollouts[0].versions == [0, 0, 0, 1]
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_caches_are_computed_anew_only_if_that_is_set(recompute):
     core = FakeCore()
