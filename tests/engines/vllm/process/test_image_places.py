@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from tests.vision import FAMILIES, picture
 from trl_a3po import A3POConfig
 from trl_a3po.engines.vllm.adapter_support import adapter_obstacle
 from trl_a3po.engines.vllm.process.vllm_engine import VLLMEngine
-from trl_a3po.engines.vllm.process.vllm_images import check_places, content_of
+from trl_a3po.engines.vllm.process.vllm_images import check_attention, check_places, content_of
 from trl_a3po.engines.vllm.process.weight_names import base_weights
 from trl_a3po.engines.vllm.servers.vllm_servers import VLLMServers
 from trl_a3po.errors import EngineError
@@ -39,6 +40,17 @@ def test_every_token_of_an_image_is_in_the_place_of_one():
         check_places([5, 9, 9, 6], [place(1, 2)], 2)
     with pytest.raises(ValueError, match="1 of the prompt's tokens stand for parts of an image"):
         check_places([5, 9, 9, 9], [place(1, 2)], 1)
+
+
+@pytest.mark.parametrize(
+    "both_ways, backend_can, refused", [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_attention_within_an_image_is_the_models(both_ways, backend_can, refused):
+    config = SimpleNamespace(is_mm_prefix_lm=both_ways, architectures=["Gemma3"])
+    backend = SimpleNamespace(supports_mm_prefix=lambda: backend_can, get_name=lambda: "CPU_ATTN")
+    named = pytest.raises(RuntimeError, match=r"both directions in Gemma3.*CPU_ATTN") if refused else nullcontext()
+    with named:
+        check_attention(config, SimpleNamespace(attn_groups=[[SimpleNamespace(backend=backend)]]))
 
 
 def test_the_name_of_images_says_what_is_in_them():

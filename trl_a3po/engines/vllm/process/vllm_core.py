@@ -75,7 +75,9 @@ class VLLMCore:
         self._engine = engine
         self._core = engine.engine_core.engine_core
         self._adapters = adapters
-        self._images = ImageFeatures(engine.vllm_config.model_config) if images else None
+        self._images: ImageFeatures | None = None
+        if images:
+            self._images = ImageFeatures(engine.vllm_config.model_config, self._worker.model_runner)
         self._versions: deque[int] = deque()  # of the batches under way
         self.version = 0
 

@@ -19,12 +19,13 @@ class ImageFeatures:
     """
     Args:
         model_config: vLLM's, of a model whose folder holds the processor too.
+        runner: vLLM's, of this model.
 
     Raises:
-        RuntimeError: vLLM has no processing of images for this model.
+        RuntimeError: vLLM has no processing of images for this model, or computes its attention in another way.
     """
 
-    def __init__(self, model_config: Any):
+    def __init__(self, model_config: Any, runner: Any):
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
         if not model_config.supports_multimodal_inputs or model_config.using_transformers_backend():
@@ -32,6 +33,7 @@ class ImageFeatures:
                 f"vLLM has no code of its own for the images of {', '.join(model_config.architectures)}: set "
                 "engine='transformers'."
             )
+        check_attention(model_config, runner)
         self._dtype = model_config.dtype
         self._processor = MULTIMODAL_REGISTRY.create_processor(model_config)
 
@@ -91,6 +93,19 @@ def _feature(data: Any, place: Any, name: str) -> Any:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
     return MultiModalFeatureSpec(data=data, modality="image", identifier=name, mm_position=place, mm_hash=name)
+
+
+def check_attention(model_config: Any, runner: Any) -> None:
+    """Raise `RuntimeError` where the tokens of an image attend to each other in both directions, as in Gemma 3, and
+    vLLM's attention does not do so. On a CPU vLLM itself says nothing."""
+    backends = [group.backend for groups in runner.attn_groups for group in groups]
+    if model_config.is_mm_prefix_lm and not all(backend.supports_mm_prefix() for backend in backends):
+        names = ", ".join(sorted({backend.get_name() for backend in backends}))
+        raise RuntimeError(
+            f"The tokens of an image attend to each other in both directions in {model_config.architectures[0]}, and "
+            f"only backwards in the attention that vLLM has here ({names}), so its log-probs would not be the "
+            "policy's: set engine='transformers'."
+        )
 
 
 def check_places(token_ids: Sequence[int], ranges: Sequence[Any], images: int) -> None:
