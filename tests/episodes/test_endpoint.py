@@ -12,6 +12,7 @@ import pytest
 from tests.episodes.chat import TOKENIZER, call, results_in, said, tokens
 from tests.episodes.playing import ScriptedEngine, group, played, rollouts_of
 from tests.workers.processes import until
+from trl_a3po.episodes import endpoint as endpoints
 from trl_a3po.protocol.engine import GroupFailed, SamplingSettings
 
 ADD = {
@@ -134,13 +135,16 @@ def test_an_episode_that_is_full_answers_with_length_from_then_on(runner_for):
     async def play(episode):
         async with episode.endpoint() as endpoint, client_of(endpoint) as client:
             messages = [{"role": "user", "content": "q"}]
-            for _ in range(4):
+            for room_for in (60, 300, 300):
                 answer = await client.chat.completions.create(model="any", messages=messages)
                 messages += [answer.choices[0].message.model_dump(exclude_none=True)]
-                messages += [{"role": "user", "content": "x" * 60}]
+                messages += [{"role": "user", "content": "x" * room_for}]
                 reasons.append(answer.choices[0].finish_reason)
+            shorter = [*messages[:4], {"role": "user", "content": "x"}]  # which would fit
+            answer = await client.chat.completions.create(model="any", messages=shorter)
+            reasons.append(answer.choices[0].finish_reason)
 
-    (rollout,) = rollouts_of(runner_for(play, max_completion_length=150), group(1))
+    (rollout,) = rollouts_of(runner_for(play, max_completion_length=300), group(1))
     assert reasons == ["stop", "stop", "length", "length"]
     assert rollout.episode.turns == 2 and rollout.episode.end == "length"
 
@@ -224,6 +228,38 @@ def test_a_turn_that_the_engine_cannot_sample_fails_the_attempt_also_if_the_agen
     assert statuses == [500] and len(engine.requests) == 1
 
 
+def test_the_reason_is_the_request_that_was_refused_and_not_what_the_agent_made_of_it(runner_for):
+    async def play(episode):
+        async with episode.endpoint() as endpoint, client_of(endpoint) as client:
+            with contextlib.suppress(openai.BadRequestError):
+                await client.chat.completions.create(model="any", messages=QUESTION, n=2)
+            raise KeyError("an answer")
+
+    (event,) = played(runner_for(play), group(1))
+    assert isinstance(event, GroupFailed) and "n=2 is not supported" in event.reason
+
+
+def test_a_request_that_waits_when_the_block_ends_is_cancelled_and_the_episode_goes_on(runner_for):
+    engine = ScriptedEngine()
+    engine.held.set()
+
+    async def play(episode):
+        async with contextlib.AsyncExitStack() as clients:
+            async with episode.endpoint() as endpoint:
+                client = await clients.enter_async_context(client_of(endpoint))
+                asks = client.with_options(max_retries=0).chat.completions.create(model="any", messages=QUESTION)
+                waiting = asyncio.create_task(asks)
+                while not engine.requests:
+                    await asyncio.sleep(0.01)
+            with pytest.raises(openai.APIConnectionError):
+                await asyncio.wait_for(waiting, 60)
+        engine.held.clear()
+        await episode.sample()
+
+    (rollout,) = rollouts_of(runner_for(play, engine), group(1))
+    assert rollout.token_ids == said("yes") and engine.cancelled == [engine.requests[0].request_id]
+
+
 def test_a_request_whose_client_leaves_is_cancelled_and_may_be_made_again(runner_for):
     engine = ScriptedEngine()
     engine.held.set()
@@ -271,12 +307,33 @@ def test_a_key_opens_its_own_episode_until_its_block_ends(runner_for):
                 statuses[name], _ = await asyncio.to_thread(asked, endpoint, key=key)
             statuses["path"], _ = await asyncio.to_thread(asked, endpoint, path="/v1/models", method="GET")
             statuses["method"], _ = await asyncio.to_thread(asked, endpoint, method="HEAD")
+            path = "/v1/chat/completions?version=1"
+            statuses["query"], _ = await asyncio.to_thread(asked, endpoint, method="GET", path=path)
         statuses["after"], words = await asyncio.to_thread(asked, endpoint)
         assert "opens no episode" in words
         await episode.sample()
 
     rollouts_of(runner_for(play), group(1))
-    assert statuses == {"other": 401, "cut": 401, "none": 401, "path": 404, "method": 405, "after": 401}
+    found = {"other": 401, "cut": 401, "none": 401, "path": 404, "method": 405, "query": 405, "after": 401}
+    assert statuses == found
+
+
+def test_more_connections_than_are_allowed_are_closed(runner_for, monkeypatch):
+    monkeypatch.setattr(endpoints, "MOST_CONNECTIONS", 1)
+    received = []
+
+    def opened(port):
+        with socket.create_connection(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)) as second:
+            second.settimeout(30)
+            with contextlib.suppress(ConnectionResetError):
+                received.append(second.recv(1))
+
+    async def play(episode):
+        async with episode.endpoint() as endpoint:
+            await asyncio.to_thread(opened, int(endpoint.base_url.split(":")[2].removesuffix("/v1")))
+        await episode.sample()
+
+    assert rollouts_of(runner_for(play), group(1)) and received in ([], [b""])
 
 
 def test_the_server_closes_with_the_run(runner_for):

@@ -1,5 +1,7 @@
 """When rows of `train_dataset` are read, and by whom."""
 
+from types import SimpleNamespace
+
 import pytest
 from datasets import IterableDataset
 from transformers import TrainerCallback
@@ -7,7 +9,7 @@ from transformers import TrainerCallback
 from tests.runs import ScriptedGRPOTrainer, TakeRecorder, build
 from tests.tiny import tiny_prompts
 from trl_a3po import A3POTrainer
-from trl_a3po.session.train_rows import CountedStream, TrainRows, UntakenRow
+from trl_a3po.session.train_rows import CountedStream, TrainRows, UntakenRow, train_rows
 
 
 class Curriculum(TrainerCallback):
@@ -144,6 +146,24 @@ def test_a_resumed_dataloader_reads_as_far_as_the_batch_that_it_has_come_to():
     for micro_step, wanted in ((6, 2), (8, 2), (9, 4)):
         rows.reach(micro_step)
         assert len(read) == wanted
+
+
+@pytest.mark.parametrize(
+    ("stream", "ignores", "skipped"), [(False, False, 6), (False, True, 6), (True, False, 6), (True, True, 0)]
+)
+def test_a_resumed_dataloader_begins_where_the_trainer_has_it_begin(stream, ignores, skipped):
+    """The Trainer skips the batches before, unless `ignore_data_skip` says otherwise; where the dataset has a length,
+    how far the dataloader has come is known from the step."""
+    numbers = {"groups_per_batch": 2, "micro_steps_per_generation": 3, "groups_per_take": 2}
+    dataset = tiny_prompts(8)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(ignore_data_skip=ignores, **numbers),
+        train_dataset=dataset.to_iterable_dataset() if stream else dataset,
+        _team=SimpleNamespace(is_main=True),
+    )
+    resumed = SimpleNamespace(queue=SimpleNamespace(first_row=1, next_take=3))
+    assert train_rows(trainer, resumed)._counted == -skipped
+    assert train_rows(trainer, None)._counted == 0
 
 
 def test_a_process_that_does_not_sample_keeps_no_row():

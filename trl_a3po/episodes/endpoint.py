@@ -112,7 +112,7 @@ class Endpoints:
         )
         self._connections.add(connection)
         if len(self._connections) > MOST_CONNECTIONS:
-            asyncio.get_running_loop().call_soon(connection.close)
+            connection.close()
         return connection
 
     # --- one request ---------------------------------------------------------------------------------------------

@@ -58,15 +58,20 @@ class HTTPConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._late: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport
+        self._is_made = self._is_closed = False
 
     def close(self) -> None:
-        """Close the connection at once."""
-        self._transport.abort()
+        """Close the connection at once, or as soon as it has been made."""
+        self._is_closed = True
+        if self._is_made:
+            self._transport.abort()
 
     # --- asyncio.Protocol ----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport, self._is_made = cast(asyncio.Transport, transport), True
+        if self._is_closed:
+            self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._arrived()
