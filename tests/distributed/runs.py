@@ -53,7 +53,8 @@ MODES = {
     "zero2": {"ddp_backend": "gloo"},
     "zero3": {"ddp_backend": "gloo"},
     "fsdp2": {"ddp_backend": "gloo"},
-    "fsdp2-bf16": {"ddp_backend": "gloo", "engine": "transformers", "delivery_check_steps": 1},
+    "fsdp2-bf16": {"ddp_backend": "gloo"},
+    "fsdp2-hybrid": {"ddp_backend": "gloo"},  # two copies of the model, each sharded over half of the processes
     "fsdp2-gpu": {"delivery_check_steps": 1},  # by `accelerate launch`, on GPUs
     "fsdp2-full": {"ddp_backend": "gloo"},  # as a state dict that is saved whole, with weights that all processes load
     "launched": {"ddp_backend": "gloo"},  # by `accelerate launch` with a configuration
@@ -94,6 +95,12 @@ def use(folder: Path, mode: str) -> None:
             FSDP_CPU_RAM_EFFICIENT_LOADING=str(not full).lower(),
             ACCELERATE_MIXED_PRECISION="bf16" if mode.endswith("bf16") else "no",
         )
+    if mode == "fsdp2-hybrid":
+        os.environ |= {
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+        }
 
 
 def use_fsdp(**settings: str) -> None:

@@ -102,8 +102,21 @@ def test_log_probs_keep_their_precision_under_mixed_precision(tmp_path):
     done = launch("tests.distributed.runs", tmp_path, "fsdp2-bf16", "full")
     assert done.returncode == 0, done.stdout[-6000:]
     history = json.loads((tmp_path / "fsdp2-bf16" / "full" / "log.json").read_text())["history"]
-    assert 0 < history[0]["a3po/engine_gap/mean"] < 1e-3
+    assert 0 < history[0]["a3po/engine_gap/mean"] < 2e-3
     assert history[0]["a3po/forward/token_ratio"] > 1.1  # packed
+
+
+@pytest.mark.long
+def test_four_processes_with_hybrid_sharding_train_what_one_process_trains(tmp_path):
+    save_tiny_model(tmp_path / "model")
+    for processes, mode in ((1, "one"), (4, "fsdp2-hybrid")):
+        done = launch("tests.distributed.runs", tmp_path, mode, "full", "merged", processes=processes, timeout=500)
+        assert done.returncode == 0, done.stdout[-6000:]
+    for name in ("full", "merged"):
+        paths = [next((tmp_path / mode / name).glob("*model.safetensors")) for mode in ("one", "fsdp2-hybrid")]
+        expected, trained = map(load_file, paths)
+        for key, weight in expected.items():
+            torch.testing.assert_close(trained[key], weight, rtol=1e-5, atol=1e-5, msg=key)
 
 
 @pytest.mark.gpu
