@@ -116,19 +116,21 @@ def test_a_long_run_of_random_failures_leaves_no_thread_file_or_process():
     threads, files = threading.active_count(), open_files()
     runs = reported = faults = 0
     hung = 0.0
-    while time.monotonic() < until_time:
-        runs += 1
-        chance = [0.02, 0.1, 0.3][runs % 3]
-        ended_early, world = train(runs, chance, hangs=runs % 4 == 1, apart=runs % 8 == 2)
-        reported += ended_early
-        until(lambda: threading.active_count() <= threads)
-        until(lambda: open_files() <= files)
-        assert not [pid for pid in children() if not is_gone(pid)], "a process is left"
-        faults, hung = faults + world.faults, hung + world.hung_seconds  # once nothing hangs any more
-    print(
-        f"{runs} runs with {faults} faults, which hung for {hung:.0f} s in all; {reported} runs ended with "
-        "GenerationFailed, and none left a thread, file or process."
-    )
+    try:
+        while time.monotonic() < until_time:
+            runs += 1
+            chance = [0.02, 0.1, 0.3][runs % 3]
+            ended_early, world = train(runs, chance, hangs=runs % 4 == 1, apart=runs % 8 == 2)
+            reported += ended_early
+            until(lambda: threading.active_count() <= threads)
+            until(lambda: open_files() <= files)
+            assert not [pid for pid in children() if not is_gone(pid)], "a process is left"
+            faults, hung = faults + world.faults, hung + world.hung_seconds  # once nothing hangs any more
+    finally:  # also for a run that is cut off
+        print(
+            f"{runs} runs with {faults} faults, which hung for {hung:.0f} s in all; {reported} runs ended with "
+            "GenerationFailed, and none before the last left a thread, file or process."
+        )
     assert runs > reported > 0
 
 
