@@ -17,8 +17,10 @@ from accelerate.utils import DistributedType, gather_object
 from peft import LoraConfig
 
 from tests.episodes.chat import call, chat_model, chat_tokenizer, questions, results_in, said
+from tests.images import pictured
 from tests.runs import LENGTH, reward
 from tests.tiny import VOCAB, tiny_prompts
+from tests.vision import FAMILIES
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.publish import partitioned
 from trl_a3po.testing import StubEngine, scripted_completion
@@ -36,6 +38,7 @@ RUNS = {
     "shared-prompt": {"packed_forward": "on", "shared_prompt": "on"},
     "compared": {"compare_proximal_every": 1, "num_iterations": 2},
     "episodes": {"episodes": True, "max_completion_length": 400, "learning_rate": 0.05},
+    "images": {"images": True, "beta": 0.0, "learning_rate": 0.05},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
 }
 KL = {"lora": True, "loss_type": "grpo", "beta": 0.04}
@@ -157,12 +160,18 @@ def play(prompt_ids, number: int) -> list[int]:
     return said(f"turn {done}" + call("step", k=done + number)) if done < number else said(f"end {number}")
 
 
-def arguments(folder: Path, lora: bool, episodes: bool, evaluates: bool) -> dict:
+def arguments(folder: Path, lora: bool, episodes: bool, images: bool, evaluates: bool) -> dict:
     """What a trainer is given beside its configuration."""
     if episodes:
         environment = {"environment_factory": Steps, "reward_funcs": None}
         return {
             "model": chat_model(), "processing_class": chat_tokenizer(), "train_dataset": questions(32), **environment
+        }  # fmt: skip
+    if images:
+        family = FAMILIES["qwen2_5_vl"]
+        return {
+            "model": family.model(), "processing_class": family.processor(), "reward_funcs": pictured.reward,
+            "train_dataset": pictured.with_pictures([1, 2, 1, 3, 1, 1, 2, 1] * 2),
         }  # fmt: skip
     return {
         "model": str(folder / "model"),
@@ -174,8 +183,16 @@ def arguments(folder: Path, lora: bool, episodes: bool, evaluates: bool) -> dict
 
 
 def build(
-    folder: Path, mode: str, processes: int, *, lora: bool = False, episodes: bool = False, **settings
+    folder: Path,
+    mode: str,
+    processes: int,
+    *,
+    lora: bool = False,
+    episodes: bool = False,
+    images: bool = False,
+    **settings,
 ) -> A3POTrainer:
+    complete = pictured.COMPLETE if images else play if episodes else scripted_completion(VOCAB, LENGTH)
     args = A3POConfig(
         log_all_metrics=True,
         **{
@@ -197,14 +214,14 @@ def build(
             "delivery_check_steps": 0,
             "report_to": "none",
             "disable_tqdm": True,
-            "model_init_kwargs": None if episodes else {"dtype": "float32"},
-            "engine": MeasuringEngine(play if episodes else scripted_completion(VOCAB, LENGTH)),
+            "model_init_kwargs": None if episodes or images else {"dtype": "float32"},
+            "engine": MeasuringEngine(complete),
             **MODES[mode],
             **settings,
         },
     )
     torch.manual_seed(3)  # an adapter's initialisation
-    return A3POTrainer(args=args, **arguments(folder, lora, episodes, "eval_strategy" in settings))
+    return A3POTrainer(args=args, **arguments(folder, lora, episodes, images, "eval_strategy" in settings))
 
 
 def gathers_after_preparing(trainer: A3POTrainer) -> list[None]:

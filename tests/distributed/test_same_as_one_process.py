@@ -110,7 +110,7 @@ def test_zero3_fetches_weights_ahead_whatever_runs_without_gradients_in_between(
     assert 0 < log(spread / name)["gathers"] <= 4
 
 
-@pytest.mark.parametrize("name", list(runs.RUNS))
+@pytest.mark.parametrize("name", [name for name in runs.RUNS if name != "images"])
 def test_every_process_packs_its_rows_into_as_many_forwards_as_the_others(spread, name):
     """Completions have 1 to 8 tokens, so that the rows of two processes never weigh the same."""
     one, other = log(spread / name)["forwards"]

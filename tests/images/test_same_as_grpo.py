@@ -47,7 +47,7 @@ def assert_same_run(family, tmp_path, *, ours=None, **settings):
         for name in SAME:
             assert one.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=1e-4, abs=1e-5), name
     for name, value in theirs.prepared.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and name != "old_per_token_logps":  # in place of which ours has versions
             assert mine.prepared[name].dtype == value.dtype, name
             torch.testing.assert_close(mine.prepared[name], value, msg=lambda m, name=name: f"{name}: {m}")
     return mine, theirs
