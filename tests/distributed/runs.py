@@ -168,11 +168,12 @@ def arguments(folder: Path, lora: bool, episodes: bool, images: bool, evaluates:
             "model": chat_model(), "processing_class": chat_tokenizer(), "train_dataset": questions(32), **environment
         }  # fmt: skip
     if images:
-        family = FAMILIES["qwen2_5_vl"]
         return {
-            "model": family.model(), "processing_class": family.processor(), "reward_funcs": pictured.reward,
+            "model": str(folder / "images"),
+            "processing_class": FAMILIES["qwen2_5_vl"].processor(),
+            "reward_funcs": pictured.reward,
             "train_dataset": pictured.with_pictures([1, 2, 1, 3, 1, 1, 2, 1] * 2),
-        }  # fmt: skip
+        }
     return {
         "model": str(folder / "model"),
         "reward_funcs": reward,
@@ -214,7 +215,7 @@ def build(
             "delivery_check_steps": 0,
             "report_to": "none",
             "disable_tqdm": True,
-            "model_init_kwargs": None if episodes or images else {"dtype": "float32"},
+            "model_init_kwargs": None if episodes else {"dtype": "float32"},
             "engine": MeasuringEngine(complete),
             **MODES[mode],
             **settings,

@@ -70,9 +70,7 @@ def test_train_vlm_with(family, settings, tmp_path):
 
 @pytest.mark.long
 def test_train_vlm_peft(tmp_path):
-    _, changed, names = trained(
-        "qwen2_5_vl", tmp_path, peft_config=LoraConfig(target_modules=["q_proj", "v_proj"])
-    )
+    _, changed, names = trained("qwen2_5_vl", tmp_path, peft_config=LoraConfig(target_modules=["q_proj", "v_proj"]))
     assert changed == {name for name in names if "lora" in name}
 
 

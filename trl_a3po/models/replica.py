@@ -93,7 +93,10 @@ def check_replica(spec: PolicySpec, shapes: Mapping[str, torch.Size]) -> None:
 
 def empty_replica(spec: PolicySpec) -> nn.Module:
     """The policy's module with parameters without memory."""
-    with init_empty_weights(include_buffers=False):
+    from transformers.modeling_utils import set_zero3_state
+
+    # Under ZeRO-3, a vision tower, which is made from its own configuration, would partition its weights.
+    with init_empty_weights(include_buffers=False), set_zero3_state():
         model = spec.model_class(copy.deepcopy(spec.config))
     # `init_empty_weights` replaces every parameter by a new one, which undoes the ties made by the constructor.
     model.tie_weights()
