@@ -40,6 +40,8 @@ def test_with_slow_training_a_step_takes_as_long_as_training_and_its_publish():
     step, simulated = step_of(500.0, publish=1.0)
     assert step == pytest.approx(BATCH_TOKENS / 500 + 1.0)
     assert simulated.waiting == 0.0
+    assert simulated.engine_idle == pytest.approx(simulated.steps * (step - BATCH_TOKENS / 1000))
+    assert simulated.slot_seconds == pytest.approx(simulated.steps * 64 * BATCH_TOKENS / 1000)
     assert dict(simulated.staleness) == {4: simulated.tokens}  # an engine that is faster fills the bound
 
 

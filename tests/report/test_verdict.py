@@ -38,17 +38,21 @@ WAITING = {"waiting": 0.6, "training": 0.35, "waiting_for_sampling": 0.55, "wait
         ({}, "balanced", None),
         ({"engine_busy": 0.3, "rewards_busy": 0.9}, "balanced", None),
         ({"engine_busy": 0.3}, "training", "per_device_train_batch_size"),
+        ({"waiting": 0.15, "training": 0.8}, "balanced", None),
+        ({"waiting": 0.15, "training": 0.8, "engine_busy": 0.5}, "training", "per_device_train_batch_size"),
         ({"publishing": 0.4}, "publishing", "weight_sync_steps"),
         (WAITING, "generation", "engine_device"),
         ({**WAITING, "engine": "vllm", "engine_slots": None, "engine_fill": None}, "generation", "vllm_server_urls"),
         ({**WAITING, "publishing": 0.4}, "generation", "engine_device"),
         ({**WAITING, "engine_busy": 0.5}, "max_staleness", "max_staleness"),
         ({**WAITING, "engine_busy": 0.5, "schedule": "sync"}, "max_staleness", "schedule"),
+        ({**WAITING, "engine_busy": 0.5, "schedule": "periodic"}, "max_staleness", "schedule"),
         ({**WAITING, "engine_fill": 0.1}, "tiny queue", "max_staleness"),
         ({**WAITING, "engine_fill": 0.1, "engine_busy": 0.5, "max_staleness": 0}, "max_staleness", "max_staleness"),
         ({**WAITING, "waiting_for_stragglers": 0.5}, "straggler", "max_staleness"),
         ({**WAITING, "waiting_for_stragglers": 0.5, "slowest_phase": "scoring"}, "straggler", "reward_timeout"),
         ({**WAITING, "waiting_for_rewards": 0.5, "rewards_busy": 1.0}, "rewards", "reward_workers"),
+        ({**WAITING, "waiting_for_rewards": 0.5, "rewards_busy": 0.5}, "rewards", "reward_workers"),
         ({**WAITING, "waiting_for_rewards": 0.5, "engine_busy": 0.4}, "max_staleness", "max_staleness"),
     ],
 )  # fmt: skip
@@ -81,21 +85,53 @@ def test_the_numbers_are_those_of_the_lines():
     assert numbers.engine_fill == pytest.approx(2 / 4 * 4 / 8)  # one group of 4 in two of four seconds
 
 
-def test_the_wait_for_a_straggler_begins_when_the_rest_of_the_batch_is_ready():
-    batches = [
-        line
-        for at in (10.0, 20.0, 30.0)
-        for line in (
+def batches_that_end(*ends):
+    """Three batches whose groups, sampled from a second before the take on, become ready at these seconds of it."""
+    lines = [start(), span("take", 0.0, 1.0), span("step", 0.0, 10.0)]
+    for at in (10.0, 20.0, 30.0):
+        lines += [
             span("take", at, at + 6),
-            *(group(at - 1, at + end, at + end, at + end, at + 6) for end in (0.5, 1.0, 1.0, 5.9)),
+            *(group(at - 1, at + end, at + end, at + end, at + 6) for end in ends),
             span("step", at, at + 10),
-        )
-    ]
-    numbers = run_numbers([start(), span("take", 0.0, 1.0), span("step", 0.0, 10.0), *batches])
+        ]
+    return lines
+
+
+def test_the_wait_for_a_straggler_begins_when_the_rest_of_the_batch_is_ready():
+    numbers = run_numbers(batches_that_end(0.5, 1.0, 1.0, 5.9))
     assert numbers.waiting == pytest.approx(0.6)
     assert numbers.waiting_for_stragglers == pytest.approx(0.49)
     assert numbers.slowest_phase == "sampling"
     assert verdict(numbers).limit == "straggler"
+
+
+def test_a_group_that_takes_twice_as_long_as_others_is_no_straggler():
+    numbers = run_numbers(batches_that_end(1.0, 2.0, 2.0, 5.9))
+    assert numbers.waiting == pytest.approx(0.6) and numbers.waiting_for_stragglers == 0.0
+
+
+def test_the_last_quarter_of_a_batch_straggles_together():
+    """Two of eight groups end late: the trainer waits for both of them."""
+    numbers = run_numbers(batches_that_end(*[1.0] * 6, 5.5, 5.9))
+    assert numbers.waiting_for_stragglers == pytest.approx(0.49)
+
+
+def test_a_publish_before_the_first_step_that_counts_and_after_the_last_one_does_not_count():
+    publishes = [span("publish", 12.0, 15.0), span("publish", 55.0, 58.0)]
+    numbers = run_numbers([start(), *LINES, *publishes])
+    assert numbers == run_numbers([start(), *LINES])
+
+
+def test_groups_that_are_in_the_engine_at_once_keep_it_busy_once():
+    assert run_numbers(batches_that_end(1.0, 1.0, 1.0, 1.0)).engine_busy == pytest.approx(4 / 20)
+
+
+def test_a_reward_counts_as_waited_for_from_the_beginning_of_the_take():
+    lines = [start(), span("take", 0.0, 1.0), span("step", 0.0, 10.0)]
+    for at in (10.0, 20.0, 30.0):
+        lines += [span("take", at, at + 2), group(at - 5, at - 3, at - 3, at + 2, at + 2), span("step", at, at + 10)]
+    numbers = run_numbers(lines)
+    assert (numbers.waiting_for_sampling, numbers.waiting_for_rewards) == pytest.approx((0.0, 0.2))
 
 
 def test_a_run_that_has_not_trained_two_batches_has_no_verdict():

@@ -15,7 +15,7 @@ from trl_a3po.cli.main import main
 from trl_a3po.report import timeline as timeline_module
 from trl_a3po.report import watch as watching
 from trl_a3po.report.tail import Tail
-from trl_a3po.report.timeline import NAME, Timeline, read_timeline
+from trl_a3po.report.timeline import NAME, OLDER, Timeline, read_timeline
 from trl_a3po.report.watch import watch
 from trl_a3po.report.watch_frame import watch_frame
 from trl_a3po.report.watch_view import TAKES, watch_view
@@ -129,6 +129,13 @@ def test_a_run_that_is_continued_in_another_file_is_read_whole(tmp_path, monkeyp
     assert Tail(tmp_path / NAME).read() and not tail.read()
 
 
+def test_a_file_that_becomes_the_older_one_while_it_is_opened_is_read_once(tmp_path):
+    written(tmp_path, [start(), *FIRST])
+    (tmp_path / OLDER).hardlink_to(tmp_path / NAME)
+    tail = Tail(tmp_path / NAME)
+    assert tail.read() and tail.lines == [start(), *FIRST]
+
+
 def test_a_file_that_is_no_timeline_is_named(tmp_path):
     (tmp_path / NAME).write_text("a\nb\n")
     with pytest.raises(ValueError, match=r"Line 1 of .*timeline\.jsonl is not JSON"):
@@ -160,7 +167,15 @@ def test_a_long_run_is_judged_by_its_last_batches():
                 span("step", at, at + 10.0),
             ]
     assert watch_view([start(), *waits]).verdict.limit == "generation"
-    assert watch_view([start(), *waits, *works]).verdict.limit != "generation"
+    both = watch_view([start(), *waits, *works])
+    assert both.verdict.limit != "generation"
+    assert both.outcomes == {"trained": 2 * (TAKES + 2)}  # of all batches
+
+
+def test_a_staleness_that_a_log_does_not_have_had_no_token_there():
+    logs = [{"a3po/d0/fraction": 1.0}, {"a3po/d0/fraction": 0.5, "a3po/d1/fraction": 0.5}, {"reward": 1.0}]
+    view = watch_view([start(), *FIRST, *({"kind": "log", "time": 1.0, "logged": log} for log in logs)])
+    assert view.staleness == {0: 0.75, 1: 0.25}
 
 
 @pytest.mark.parametrize("width", [80, 60])
