@@ -124,7 +124,7 @@ class Parts:
         self.made.clear()
         trainer = SimpleNamespace(
             args=args, reward_weights=torch.ones(1), on_group=None, reward_funcs=[len], reward_func_names=["len"],
-            processing_class=SimpleNamespace(), _reward_thread=None, _recorded_from=1, rollout=None, tools=[len],
+            processing_class=None, _tokenizer=None, _reward_thread=None, _recorded_from=1, rollout=None, tools=[len],
             environment_factories=None, _standalone_tools=[len], _multi_environment=False, chat_template=None,
             chat_template_kwargs={}, max_completion_length=8, accelerator=SimpleNamespace(num_processes=1),
             model=SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace)),
