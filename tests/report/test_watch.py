@@ -130,7 +130,7 @@ def test_a_run_that_is_continued_in_another_file_is_read_whole(tmp_path, monkeyp
 
 
 def test_a_file_that_becomes_the_older_one_while_it_is_opened_is_read_once(tmp_path):
-    written(tmp_path, [start(), *FIRST])
+    written(tmp_path, [start() | {"kind": "continued"}, *FIRST])
     (tmp_path / OLDER).hardlink_to(tmp_path / NAME)
     tail = Tail(tmp_path / NAME)
     assert tail.read() and tail.lines == [start(), *FIRST]
