@@ -79,12 +79,31 @@ def check_shards(args: A3POConfig, is_fsdp_enabled: bool, model: PreTrainedModel
             "The model is quantised, but FSDP2 does not shard quantised weights: launch it with DDP or ZeRO-2, or "
             "load the model in bfloat16."
         )
+    if is_fsdp_enabled and _head_is_sharded_alone(model):
+        raise ValueError(
+            "The output layer is trained, and FSDP2 shards it apart from the norm before it (as in vision-language "
+            "models, or with modules_to_save), so that its gradient would not be averaged over the processes: launch "
+            "it with DDP or DeepSpeed ZeRO, or leave the output layer frozen."
+        )
     sharded = next((name for name, weight in model.named_parameters() if isinstance(weight, DTensor)), None)
     if sharded is not None and not (is_fsdp_enabled and isinstance(model, FSDPModule)):
         raise ValueError(
             f"The model was loaded in parts ({sharded!r} is a DTensor), which publishing does not gather: load it "
             "without a distributed_config, and launch it with FSDP2 (recipes/accelerate_configs/fsdp2.yaml)."
         )
+
+
+def _head_is_sharded_alone(model: PreTrainedModel | PeftModel) -> bool:
+    """Whether accelerate shards a trained output layer in a group of its own. TRL's forward uses its weight without
+    calling it, so FSDP2 does not gather it, and TRL gathers it with a backward that drops the other processes' part.
+    Accelerate unites it with tied embeddings, or with a norm among the children of the backbone."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or not any(weight.requires_grad for weight in head.parameters()):
+        return False
+    if head.weight is embeddings.weight:
+        return False
+    backbone = getattr(model, model.base_model_prefix)
+    return not any("Norm" in type(child).__name__ for child in backbone.children())
 
 
 def check_evaluated(is_fsdp_enabled: bool, model: torch.nn.Module) -> None:
