@@ -12,6 +12,7 @@ from tests.images.pictured import pictured, questions, with_pictures
 from tests.runs import TakeRecorder, train_recorded
 from tests.vision import messages, picture
 from trl_a3po.rollout.queue_state import prompt_digest
+from trl_a3po.session.prompt_rows import prompt_with_tokens, tokenize_prompt
 
 COUNTS = [2, 1, 0, 3, 1, 2, 1, 1]
 SETTINGS = {
@@ -68,7 +69,7 @@ def test_another_image_in_the_row_of_a_saved_group_is_refused(tmp_path):
         trainer.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-1"))
 
 
-def test_another_preparation_of_the_images_of_a_saved_group_is_refused(tmp_path):
+def test_groups_whose_images_are_prepared_otherwise_are_sampled_again(tmp_path, caplog):
     settings = {"schedule": "fixed_lag", "max_staleness": 1, "max_steps": 2}
     whole, _ = run(tmp_path, "qwen2_5_vl", **settings)
     processor = whole.processing_class
@@ -77,8 +78,19 @@ def test_another_preparation_of_the_images_of_a_saved_group_is_refused(tmp_path)
         "qwen2_5_vl", tmp_path, TakeRecorder, train_dataset=with_pictures(COUNTS), processing_class=processor,
         **(SETTINGS | settings),
     )  # fmt: skip
+    trainer.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-1"))
+    assert "image processor=" in caplog.text and "its finished groups are sampled again" in caplog.text
+    before = [group.prompt.token_ids for _, group in whole.groups if group.prompt.images][-1]
+    assert len([group.prompt.token_ids for _, group in trainer.groups if group.prompt.images][-1]) < len(before)
+
+
+def test_images_that_make_other_tokens_than_those_of_a_saved_group_are_refused(tmp_path):
+    trainer = pictured("qwen2_5_vl", tmp_path)
+    row = trainer.train_dataset[0]
+    tokens = tokenize_prompt(trainer, row).token_ids
+    assert prompt_with_tokens(trainer, row, tokens).token_ids == tokens
     with pytest.raises(ValueError, match="resume with the dataset, the processor and the chat template of that run"):
-        trainer.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-1"))
+        prompt_with_tokens(trainer, row, tokens[1:])
 
 
 def test_the_digest_of_a_prompt_reads_the_pixels():

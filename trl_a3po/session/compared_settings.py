@@ -18,6 +18,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from datasets import IterableDataset
+from transformers import ProcessorMixin
 from trl.trainer.utils import get_callable_name
 
 from trl_a3po.session.sampling import sampling_settings
@@ -62,6 +63,7 @@ def compared_settings(trainer: "CheckpointHooks") -> Settings:
         "prompts": {
             "chat_template": _digest(trainer.chat_template or trainer.processing_class.chat_template),
             "chat_template_kwargs": trainer.chat_template_kwargs,
+            "image processor": _image_processor(trainer),
         },
         "sampling": {
             "max_completion_length": sampling.pop("max_new_tokens"),
@@ -88,13 +90,19 @@ def changed_settings(saved: Settings, now: Settings) -> dict[str, str]:
     """For each group that has changed, which settings have changed, with both values."""
     changed = {
         group: [
-            f"{name}={saved[group][name]!r} (now {value!r})"
+            f"{name}={saved[group].get(name)!r} (now {value!r})"
             for name, value in settings.items()
-            if saved[group][name] != value
+            if saved[group].get(name) != value
         ]
         for group, settings in now.items()
     }
     return {group: ", ".join(settings) for group, settings in changed.items() if settings}
+
+
+def _image_processor(trainer: "CheckpointHooks") -> str | None:
+    """A digest of what decides how images are prepared; `None` for a tokenizer."""
+    processor = trainer.processing_class
+    return _digest(processor.image_processor.to_json_string()) if isinstance(processor, ProcessorMixin) else None
 
 
 def _digest(value: Any) -> str:
