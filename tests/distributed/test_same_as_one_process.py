@@ -46,6 +46,11 @@ def weights(folder):
     return load_file(path)
 
 
+def skip_unless_run(spread, name):
+    if name == "images" and spread.name == "fsdp2":
+        pytest.skip("FSDP2 with images is refused")
+
+
 def log(folder):
     return json.loads((folder / "log.json").read_text())
 
@@ -56,6 +61,7 @@ def logged(folder, name):
 
 @pytest.mark.parametrize("name", list(runs.RUNS))
 def test_the_weights_trained_are_those_of_one_process(folder, spread, name):
+    skip_unless_run(spread, name)
     expected, trained = weights(folder / "one" / name), weights(spread / name)
     assert trained.keys() == expected.keys()
     for key, weight in expected.items():
@@ -64,6 +70,7 @@ def test_the_weights_trained_are_those_of_one_process(folder, spread, name):
 
 @pytest.mark.parametrize("name", list(runs.RUNS))
 def test_what_is_logged_is_that_of_one_process(folder, spread, name):
+    skip_unless_run(spread, name)
     for key in ("reward", "a3po/w/mean", "a3po/rho/max", "a3po/staleness/mean", "a3po/staleness/max", "grad_norm"):
         assert logged(spread / name, key) == pytest.approx(logged(folder / "one" / name, key), rel=1e-3), key
     assert len(logged(spread / name, "a3po/staleness/mean")) == 3
@@ -71,6 +78,7 @@ def test_what_is_logged_is_that_of_one_process(folder, spread, name):
 
 @pytest.mark.parametrize("name", list(runs.RUNS))
 def test_every_version_reaches_the_engine_once(folder, spread, name):
+    skip_unless_run(spread, name)
     assert log(spread / name)["published"] == log(folder / "one" / name)["published"]
 
 
@@ -114,7 +122,7 @@ def test_zero3_fetches_weights_ahead_whatever_runs_without_gradients_in_between(
     assert 0 < log(spread / name)["gathers"] <= 4
 
 
-@pytest.mark.parametrize("name", [name for name in runs.RUNS if name != "images"])
+@pytest.mark.parametrize("name", [name for name in runs.RUNS if name not in ("images", "padded")])
 def test_every_process_packs_its_rows_into_as_many_forwards_as_the_others(spread, name):
     """Completions have 1 to 8 tokens, so that the rows of two processes never weigh the same."""
     one, other = log(spread / name)["forwards"]
