@@ -28,7 +28,7 @@ from curves import Curve, curve_of, study
 
 SIDE = 32  # pixels
 COLOURS = {"red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 119, 180), "yellow": (240, 200, 30)}
-SHAPES = {"circle": None, "square": 4, "triangle": 3}  # corners
+SHAPES = ("circle", "cross", "triangle")
 QUESTION = "What is this?"
 PROMPTS, GENERATIONS = 16, 4  # a batch: 64 answers
 EXAMPLES, TAUGHT_STEPS = 2400, 150
@@ -57,7 +57,7 @@ def main():
         run,
         name="shapes",
         title="The colour and the shape in a picture",
-        steps=150,
+        steps=200,
         arms=("A3POTrainer", "GRPOTrainer"),
         output="outputs/vision",
     )
@@ -91,7 +91,7 @@ def settings(seed: int, steps: int, folder: str) -> dict[str, Any]:
         "reward_weights": [0.5, 0.5],
         "max_completion_length": 4,
         "max_steps": steps,
-        "learning_rate": 5e-4,
+        "learning_rate": 3e-4,
         "lr_scheduler_type": "constant",
         "gradient_checkpointing": False,
         "logging_steps": 1,
@@ -131,14 +131,17 @@ def picture(colour: str, shape: str, draw: random.Random) -> Image.Image:
     """The shape on a light ground; place, size, shade and ground are drawn by lot."""
     scale = 4  # drawn larger and made smaller, so that edges are smooth
     image = Image.new("RGB", (SIDE * scale,) * 2, (draw.randrange(190, 256),) * 3)
-    radius = draw.uniform(9, 14) * scale
+    radius = draw.uniform(11, 14) * scale
     x, y = ((SIDE / 2 + draw.uniform(-2, 2)) * scale for _ in range(2))
     shade = tuple(min(255, max(0, part + draw.randrange(-30, 31))) for part in COLOURS[colour])
-    pen, corners = ImageDraw.Draw(image), SHAPES[shape]
-    if corners is None:
+    pen, arm = ImageDraw.Draw(image), radius / 3
+    if shape == "circle":
         pen.circle((x, y), radius, fill=shade)
+    elif shape == "triangle":
+        pen.regular_polygon((x, y, radius), 3, fill=shade)
     else:
-        pen.regular_polygon((x, y, radius), corners, fill=shade)
+        pen.rectangle((x - arm, y - radius, x + arm, y + radius), fill=shade)
+        pen.rectangle((x - radius, y - arm, x + radius, y + arm), fill=shade)
     return image.resize((SIDE, SIDE), Image.Resampling.LANCZOS)
 
 
