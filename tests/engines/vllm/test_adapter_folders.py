@@ -92,6 +92,7 @@ OBSTACLES = [
     ({"modules_to_save": ["norm"]}, "modules_to_save"),
     ({"bias": "all"}, "bias='all'"),
     ({"target_modules": ["q_proj", "lm_head"]}, "embeddings and heads"),
+    ({"r": 600}, "its rank is 600"),
     ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
     ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
 ]

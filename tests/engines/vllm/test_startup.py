@@ -38,7 +38,7 @@ def test_all_that_is_missing_is_named_at_once_with_a_command_that_has_it(tmp_pat
     words = shlex.split(command)
     assert "VLLM_SERVER_DEV_MODE=1" in words and "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in words
     for option, value in (
-        ("--max-lora-rank", "2"),
+        ("--max-lora-rank", "8"),  # vLLM knows no 2
         ("--max-loras", "4"),
         ("--host", "127.0.0.1"),
         ("--port", str(server.port)),

@@ -10,6 +10,13 @@ _IMAGES = re.compile(
     r"(^|\.)(visual|vision_tower|vision_model|connector|multi_modal_projector|embed_vision|vision_embedder)(\.|$)"
 )
 
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def rank_option(rank: int) -> int:
+    """What `max_lora_rank` has to be for adapters of this rank: vLLM knows some sizes, of which it is the next one."""
+    return next((known for known in _RANKS if known >= rank), rank)
+
 
 def adapter_obstacle(peft_config: object, tensor_names: Mapping[str, object] | set[str]) -> str | None:
     """Why vLLM cannot serve an adapter, in words that follow "because"; `None` if it can.
@@ -19,6 +26,8 @@ def adapter_obstacle(peft_config: object, tensor_names: Mapping[str, object] | s
     """
     if type(peft_config) is not LoraConfig:
         return f"it is a {type(peft_config).__name__}, and vLLM serves LoRA alone"
+    if peft_config.r > _RANKS[-1]:
+        return f"its rank is {peft_config.r}, and vLLM serves ranks up to {_RANKS[-1]}"
     for name, words in (
         ("use_dora", "it is a DoRA adapter"),
         ("modules_to_save", "modules_to_save trains whole modules beside it"),

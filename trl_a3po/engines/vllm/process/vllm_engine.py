@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from trl_a3po.engines.vllm.adapter_support import adapter_obstacle
+from trl_a3po.engines.vllm.adapter_support import adapter_obstacle, rank_option
 from trl_a3po.engines.vllm.process.vllm_worker import Setup
 from trl_a3po.engines.vllm.process.weight_names import NESTED_TOWERS
 from trl_a3po.engines.worker_engine import WorkerEngine
@@ -124,7 +124,8 @@ class VLLMEngine(WorkerEngine):
             **self._options,
         }
         if spec.peft_config is not None:
-            options |= {"enable_lora": True, "max_lora_rank": spec.peft_config.r, "max_loras": 1, "max_cpu_loras": 1}
+            rank = rank_option(spec.peft_config.r)
+            options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
         decoder = {
             "slots": self._slots,
             "context": context,

@@ -15,6 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from packaging.version import InvalidVersion, Version
 
+from trl_a3po.engines.vllm.adapter_support import rank_option
 from trl_a3po.engines.vllm.servers.server import ServerInfo
 from trl_a3po.errors import EngineError
 
@@ -91,7 +92,7 @@ def server_arguments(requirements: ServerRequirements) -> list[str]:
     if requirements.max_lora_rank:
         options |= {
             "--enable-lora": "",
-            "--max-lora-rank": str(requirements.max_lora_rank),
+            "--max-lora-rank": str(rank_option(requirements.max_lora_rank)),
             "--max-loras": str(requirements.max_loras),
         }
     if requirements.counts_tokens:
