@@ -131,9 +131,10 @@ class Prompt:
     messages: list[dict[str, Any]] | None = None
 
     @property
-    def shown(self) -> Any:
+    def shown(self) -> str | list[dict[str, Any]]:
         """The prompt as the reward functions receive it."""
-        return self.example["prompt"] if self.messages is None else self.messages
+        prompt: str | list[dict[str, Any]] = self.example["prompt"]
+        return prompt if self.messages is None else self.messages
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from trl_a3po.rollout.batch_rows import messages_of
 from trl_a3po.session.temporarily import temporarily
 
 if TYPE_CHECKING:
+    from trl_a3po.session.replay_hooks import ReplayHooks
     from trl_a3po.trainer import A3POTrainer
 
 
@@ -128,7 +129,7 @@ def new_reward_thread() -> RewardThread:
 
 
 @contextmanager
-def scoring_outside_training(trainer: "A3POTrainer") -> Iterator[None]:
+def scoring_outside_training(trainer: "ReplayHooks") -> Iterator[None]:
     """Inside, the trainer's reward functions are such that TRL may call them outside of training."""
     args = trainer.args
     functions = [

@@ -16,7 +16,7 @@ from trl_a3po.session.current_batch import CurrentBatch
 from trl_a3po.session.temporarily import temporarily
 
 if TYPE_CHECKING:
-    from trl_a3po.trainer import A3POTrainer
+    from trl_a3po.session.checkpoint_hooks import CheckpointHooks
 
 
 class ReplayedProcessor:
@@ -47,7 +47,7 @@ def pictures_of(batch: CurrentBatch) -> list[list[Any] | None] | None:
 
 
 @contextmanager
-def replayed_images(trainer: "A3POTrainer", batch: CurrentBatch) -> Iterator[None]:
+def replayed_images(trainer: "CheckpointHooks", batch: CurrentBatch) -> Iterator[None]:
     """Inside, the trainer's processor returns the stored fields of the batch's rows."""
     rows = batch.rows or ()
     if batch.images is None:
