@@ -74,7 +74,7 @@ def test_train_vlm_peft(tmp_path):
     assert changed == {name for name in names if "lora" in name}
 
 
-@pytest.mark.parametrize("logs", [True, False])
+@pytest.mark.parametrize("logs", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_train_vlm_log_multimodal(tmp_path, logs):
     trainer, _, _ = trained("gemma3", tmp_path, log_completions=True, log_multimodal=logs, max_steps=2)
     images = [len(images) for images in trainer._logs["images"]]

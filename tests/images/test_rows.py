@@ -216,6 +216,7 @@ def test_a_frozen_tower_stays_and_the_language_model_learns(tmp_path, family):
     assert any((after[name] != value).any() for name, value in before.items())
 
 
+@pytest.mark.long
 def test_image_tokens_are_not_sampled(tmp_path):
     adapter = LoraConfig(r=4, target_modules="all-linear")
     trainer = pictured("gemma3", tmp_path, TakeRecorder, engine="transformers", peft_config=adapter, temperature=5.0)
@@ -225,6 +226,7 @@ def test_image_tokens_are_not_sampled(tmp_path):
     assert max(logged(trainer, "a3po/engine_gap/max")) < 1e-3
 
 
+@pytest.mark.long
 def test_reward_functions_in_processes_receive_images(tmp_path):
     trainer = pictured("qwen2_5_vl", tmp_path, TakeRecorder, reward_funcs=brightness, reward_workers=1, **FEW)
     trainer.train()

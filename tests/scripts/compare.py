@@ -67,7 +67,7 @@ def run(name: str, arm: str, model: str, folder: Path, monkeypatch) -> Ran:
     assert source.count(IMPORT) == 1, f"{name} imports both names in one line"
     ours = f"from tests.scripts.arms import {config} as GRPOConfig, {trainer_class} as GRPOTrainer\n"
     monkeypatch.setattr("transformers.trainer.DEFAULT_CALLBACKS", [*_default_callbacks(), Recorder])
-    monkeypatch.setattr("trl_a3po.session.session.build_engine", lambda args, device: StubEngine(COMPLETE))
+    monkeypatch.setattr("trl_a3po.session.session.build_engine", lambda *args: StubEngine(COMPLETE))
     getattr(arms, trainer_class).trained_on, Recorder.runs = [], []
     names: dict[str, Any] = {"__name__": f"script_{name}"}
     torch.manual_seed(3)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-TIMEOUT = 60.0
+TIMEOUT = 150.0
 
 
 def until(condition: Callable[[], object], timeout: float = TIMEOUT) -> None:
