@@ -34,9 +34,8 @@ def merged_spec(model: PeftModel, dtype: torch.dtype) -> PolicySpec:
         ValueError: a layer whose adapter cannot be merged out of place.
     """
     base, sources = base_model(model), merged_sources(model)
-    config = plain_config(base)
-    if config.get_text_config().tie_word_embeddings:
-        head = base.get_output_embeddings()
+    config, head = plain_config(base), base.get_output_embeddings()
+    if config.tie_word_embeddings:  # of the whole model, as transformers ties them; not every text config says it
         path = next(path for path, module in base.named_modules() if module is head)
         if f"{_plain(path)}.weight" in sources:
             config.tie_word_embeddings = False
