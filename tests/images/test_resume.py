@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tests.images.pictured import pictured, questions, with_pictures
 from tests.runs import TakeRecorder, train_recorded
 from tests.vision import messages, picture
+from trl_a3po.protocol.images import PromptImages
 from trl_a3po.rollout.queue_state import prompt_digest
 from trl_a3po.session.prompt_rows import prompt_with_tokens, tokenize_prompt
 
@@ -110,6 +111,12 @@ def test_the_digest_of_a_prompt_reads_the_pixels():
     assert (
         digests[0] == prompt_digest({"prompt": text, "image": None}) == prompt_digest({"prompt": text, "images": []})
     )
+
+
+def test_the_digest_of_a_prompt_reads_the_file_that_a_row_names():
+    row = {"prompt": messages("w1"), "image": "a.png"}
+    seen = [prompt_digest(row, PromptImages((picture(number),), {})) for number in (1, 1, 2)]
+    assert seen[0] == seen[1] != seen[2]
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path):

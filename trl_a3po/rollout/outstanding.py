@@ -58,10 +58,10 @@ class OutstandingPrompt:
         Raises:
             ValueError: the row has another prompt than when it was saved.
         """
-        if prompt_digest(prompt.example) != saved.prompt_digest:
+        if prompt_digest(prompt.example, prompt.images) != saved.prompt_digest:
             raise ValueError(
                 f"Prompt {saved.prompt_index} of the prompt stream is not the one it was when the checkpoint was "
-                "saved: resume with the dataset of that run."
+                "saved: resume with the dataset of that run, and with its images."
             )
         item = cls(prompt, popped_at=now, stage_entered_at=now, failures=list(saved.failures))
         if saved.rollouts is None:
@@ -172,7 +172,7 @@ class OutstandingPrompt:
             failures=list(self.failures),
             rollouts=list(self.finished_group.rollouts) if self.stage in FINISHED else None,
             score=self.finished_group.score if self.stage == "ready" else None,
-            prompt_digest=prompt_digest(self.prompt.example),
+            prompt_digest=prompt_digest(self.prompt.example, self.prompt.images),
         )
 
     def _stamped(self, version: int) -> str:

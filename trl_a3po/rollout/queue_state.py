@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from trl_a3po.protocol.images import PromptImages
 from trl_a3po.protocol.records import Rollout, Score
 from trl_a3po.rollout.outcomes import Outcomes
 
@@ -94,10 +95,15 @@ class QueueState:
         )
 
 
-def prompt_digest(row: dict[str, Any]) -> str:
-    """A short text that differs for rows with different prompts, or with different images in their columns."""
-    images = "".join(repr(_described(row[name])) for name in ("images", "image") if row.get(name))
-    return hashlib.sha256(f"{_described(row.get('prompt'))!r}{images}".encode()).hexdigest()[:16]
+def prompt_digest(row: dict[str, Any], images: PromptImages | None = None) -> str:
+    """A short text that differs for rows with different prompts, or with different images in their columns.
+
+    Args:
+        images: those that the prompt shows. They may come from files, of which the row has only the names.
+    """
+    columns = "".join(repr(_described(row[name])) for name in ("images", "image") if row.get(name))
+    shown = "" if images is None else repr(_described(list(images.images)))
+    return hashlib.sha256(f"{_described(row.get('prompt'))!r}{columns}{shown}".encode()).hexdigest()[:16]
 
 
 def _described(value: Any) -> Any:
