@@ -129,6 +129,27 @@ def test_a_row_of_a_stream_whose_images_cannot_be_used_is_left_out(tmp_path, cap
     assert [group.prompt.index for _, group in trainer.groups] == [1]
 
 
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        ({"bytes": None, "path": "gone.png"}, "An image cannot be read from 'gone.png'"),
+        ({"bytes": b"no image", "path": None}, "An image cannot be read from its bytes"),
+        ({"bytes": None, "path": "https://example.com/a.png"}, "An image is given as the address"),
+    ],
+    ids=["gone", "broken", "address"],
+)
+def test_a_row_of_a_decoded_column_whose_image_cannot_be_read_is_left_out(tmp_path, caplog, stored, words):
+    good = [{"bytes": as_bytes(picture(number, 16, 16)), "path": None} for number in range(2)]
+    features = Features({"prompt": MESSAGES, "image": Image()})
+    dataset = Dataset.from_dict({"prompt": questions(3), "image": [good[0], stored, good[1]]}, features=features)
+    trainer = pictured(
+        "qwen2_5_vl", tmp_path, TakeRecorder, train_dataset=dataset, shuffle_dataset=False, **(FEW | {"max_steps": 2})
+    )
+    trainer.train()
+    assert f"A row of train_dataset is left out. {words}" in caplog.text
+    assert [group.prompt.example["prompt"] for _, group in trainer.groups] == [questions(3)[0], questions(3)[2]]
+
+
 def test_the_number_of_a_row_with_more_images_than_places_is_said_at_construction(tmp_path):
     prompts = questions(8)
     prompts[5] = [{"role": "system", "content": "w1"}]

@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DistributedSampler
 
 from trl_a3po.checks.data import (
+    IMAGES,
     check_prompt,
     check_prompt_ids,
     check_rows,
@@ -41,9 +42,21 @@ def prompt_rows(trainer: "A3POTrainer", first_row: int = 0) -> Iterator[dict[str
         rows = _streamed_rows(dataset.shuffle(seed=args.seed) if trainer.shuffle_dataset else dataset, groups)
         rows = _without_first(rows, first_row)
     else:
-        rows = (dataset[index] for index in itertools.islice(_sampled_rows(trainer), first_row, None))
+        rows = (_stored_row(dataset, index) for index in itertools.islice(_sampled_rows(trainer), first_row, None))
     for row in rows:
         yield None if row is None else _used_columns(trainer, row)
+
+
+def _stored_row(dataset: Dataset, index: int) -> dict[str, Any]:
+    """A row of the dataset. One whose images `datasets` cannot decode has them as they are stored, so that they are
+    refused, or left out, as images of every other form are."""
+    try:
+        row: dict[str, Any] = dataset[index]
+    except (OSError, ValueError, SyntaxError, ImportError):  # a file that is gone or broken, an address
+        if not set(IMAGES) & set(dataset.column_names) or dataset.format["type"] == "custom":
+            raise
+        row = dataset.with_format("arrow")[index].to_pylist()[0]
+    return row
 
 
 def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPrompt:
