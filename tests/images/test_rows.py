@@ -186,6 +186,10 @@ REFUSED = {
         {"train_dataset": lambda: with_one_picture().add_column("video", ["a.mp4"] * 8)},
         "train_dataset has a column 'video', but only text and images are supported",
     ),
+    "one image in place of a list": (
+        {"train_dataset": lambda: with_one_picture().rename_column("image", "images")},
+        "The column 'images' of a row holds a PngImageFile: give a list of images, or name the column 'image'",
+    ),
     "episodes": (
         {"rollout_func": lambda: episode},
         "processing_class is a Qwen25Processor, and tools, environment_factory or rollout_func",

@@ -139,7 +139,7 @@ def _plot(parsed: argparse.Namespace) -> None:
     alone = parsed.runs[0] if len(parsed.runs) == 1 else None
     timeline = read_timeline(alone) if alone is not None and (alone / NAME).is_file() else None
     plot_runs(list(zip(names, histories, strict=True)), output, timeline)
-    print(f"{output} shows {', '.join(names)}")
+    print(f"{Path(output).resolve()} shows {', '.join(names)}")
 
 
 def _report(parsed: argparse.Namespace) -> None:
@@ -150,7 +150,7 @@ def _report(parsed: argparse.Namespace) -> None:
     names = run_names(parsed.runs)
     runs = [read_run(name, run, diagnose(run)) for name, run in zip(names, parsed.runs, strict=True)]
     write_report(runs, parsed.output)
-    print(f"{parsed.output} shows {', '.join(names)}")
+    print(f"{Path(parsed.output).resolve()} shows {', '.join(names)}")
 
 
 def run_names(runs: Sequence[Path]) -> list[str]:

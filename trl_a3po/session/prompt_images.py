@@ -30,7 +30,13 @@ def images_in_columns(row: Mapping[str, Any]) -> list[Any] | None:
     """What the column `images`, or else `image`, of a row holds; `None` if the row has neither column. TRL reads the
     columns in this order."""
     if "images" in row:
-        return list(row["images"] or [])
+        images = row["images"]
+        if images is not None and not isinstance(images, list | tuple):
+            raise UnusableImages(
+                f"The column 'images' of a row holds a {type(images).__name__}: give a list of images, or name the "
+                "column 'image'."
+            )
+        return list(images or [])
     if "image" in row:
         return [] if row["image"] is None else [row["image"]]
     return None
