@@ -228,6 +228,17 @@ def test_a_timeline_says_what_went_wrong(tmp_path, capsys, facts, words):
     assert code == int("PROBLEM" in printed)
 
 
+def test_rows_that_were_left_out_are_counted_once_with_the_last_one(tmp_path, capsys):
+    rows = [(3, "with an overlong prompt"), (5, "with an unreadable image"), (5, "with an unreadable image")]
+    lines = [
+        {"kind": "left_out", "row": row, "dataset_row": row + 10, "reason": reason, "text": f"{row} is bad."}
+        for row, reason in rows
+    ]
+    code, printed = doctor(capsys, timeline(tmp_path, *lines))
+    words = "2 rows of the data were left out (1 with an overlong prompt, 1 with an unreadable image)"
+    assert f"WARNING: {words}. The last one is row 15 of train_dataset: 5 is bad.\n" in printed and code == 0
+
+
 def test_a_run_without_fault_has_no_finding(tmp_path, capsys):
     code, printed = doctor(capsys, timeline(tmp_path))
     assert code == 0 and printed.startswith("Balanced: ") and printed.endswith("\nNo problem was found.\n")

@@ -125,7 +125,7 @@ def test_a_row_of_a_stream_whose_images_cannot_be_used_is_left_out(tmp_path, cap
         "qwen2_5_vl", tmp_path, TakeRecorder, train_dataset=stream(row, good, good), shuffle_dataset=False, **FEW
     )
     trainer.train()
-    assert f"A row of train_dataset is left out. {words}" in caplog.text
+    assert f"Row 0 that was read from the stream is left out. {words}" in caplog.text
     assert [group.prompt.index for _, group in trainer.groups] == [1]
 
 
@@ -146,7 +146,7 @@ def test_a_row_of_a_decoded_column_whose_image_cannot_be_read_is_left_out(tmp_pa
         "qwen2_5_vl", tmp_path, TakeRecorder, train_dataset=dataset, shuffle_dataset=False, **(FEW | {"max_steps": 2})
     )
     trainer.train()
-    assert f"A row of train_dataset is left out. {words}" in caplog.text
+    assert f"Row 1 of train_dataset is left out. {words}" in caplog.text
     assert [group.prompt.example["prompt"] for _, group in trainer.groups] == [questions(3)[0], questions(3)[2]]
 
 

@@ -185,6 +185,7 @@ def test_a_frame_fits_into_a_small_terminal(width, ascii_only):
     many = {f"a3po/d{d}/fraction": 1 / 12 for d in range(12)}
     lines += [{"kind": "log", "time": 30.0, "logged": {"step": 5, "reward": 0.5, **many}}]
     lines += [{"kind": "warning", "time": 30.0, "text": "a long warning\n" * 20}]
+    lines += [{"kind": "left_out", "time": 30.0, "row": n, "reason": f"reason {n}"} for n in range(9)]
     shown = printed(watch_view(lines), width, ascii_only=ascii_only)
     assert len(shown) <= 24
     assert max(map(len, shown)) <= width
@@ -205,6 +206,14 @@ def test_a_frame_says_how_far_the_run_is_and_what_limits_it():
         "setting to change: reward_workers",
     ):
         assert part in words
+
+
+def test_a_frame_says_how_many_rows_were_left_out_if_any_were():
+    lines = run_lines(end=False)
+    assert not any("left out" in line for line in printed(watch_view(lines), 100))
+    lines += [{"kind": "left_out", "time": 30.0, "row": n, "reason": "with x" if n else "with y"} for n in range(3)]
+    shown = [" ".join(line.split()) for line in printed(watch_view(lines), 100)]
+    assert "left out 3 rows: 2 with x, 1 with y" in shown
 
 
 def test_a_run_that_says_nothing_any_more_is_said_to_be_silent():

@@ -35,7 +35,7 @@ def encode_state(state: QueueState) -> tuple[dict[str, Any], dict[str, torch.Ten
         "rewards": torch.tensor(rewards, dtype=torch.float64).view(len(rewards), -1 if rewards else 0),
     }
     values = {name: getattr(state, name) for name in SCALARS}
-    values["outcomes"] = asdict(state.outcomes)
+    values["outcomes"], values["left_out"] = asdict(state.outcomes), state.left_out
     values["outstanding"] = [_encode_item(item) for item in state.outstanding]
     return values, tensors
 
@@ -55,6 +55,7 @@ def decode_state(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Qu
     return QueueState(
         **{name: values[name] for name in SCALARS},
         outcomes=Outcomes(**values["outcomes"]),
+        left_out=values.get("left_out", {}),  # which earlier versions did not count
         outstanding=[_decode_item(item, rollout_columns, rewards) for item in values["outstanding"]],
     )
 

@@ -21,6 +21,8 @@ OTHER_MEDIA = ("video", "videos", "audio", "audios")
 class OverlongPrompt(UnusablePrompt):
     """A prompt that does not fit the model or the engine."""
 
+    reason = "with an overlong prompt"
+
 
 def check_dataset(
     args: A3POConfig, dataset: Dataset | IterableDataset, tokenizer: Any, *, needs_prompt: bool = True

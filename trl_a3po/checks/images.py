@@ -19,11 +19,31 @@ FAMILIES = "Qwen2.5-VL, Qwen3-VL, Gemma 3, Idefics 3, SmolVLM and LLaVA-NeXT"
 
 
 class UnusablePrompt(ValueError):
-    """A prompt that cannot be sampled from, in a dataset whose other prompts can."""
+    """A prompt that cannot be sampled from, in a dataset whose other prompts can.
+
+    Attributes:
+        reason: the kind of fault, in words that follow "rows", for counts of rows that are left out.
+    """
+
+    reason: str
 
 
 class UnusableImages(UnusablePrompt):
-    """A prompt whose images cannot be read, or do not match it."""
+    """A prompt whose images do not match it."""
+
+    reason = "whose images do not match the prompt"
+
+
+class UnreadableImage(UnusableImages):
+    """An image that cannot be read."""
+
+    reason = "with an unreadable image"
+
+
+class RefusedImages(UnusableImages):
+    """A prompt that the processor refuses."""
+
+    reason = "that the processor refuses"
 
 
 def check_placeholders(prompt: Any, images: Sequence[Any]) -> None:
@@ -35,7 +55,7 @@ def check_placeholders(prompt: Any, images: Sequence[Any]) -> None:
     parts = [part for content in contents if isinstance(content, list) for part in content]
     addresses = [part for part in parts if part["type"] == "image" and part.get("url")]
     if addresses:
-        raise UnusableImages(
+        raise UnreadableImage(
             f"A message shows the image {addresses[0]['url']!r} by its address, which is not fetched during training: "
             "put the image itself under 'image', or into the column 'images'."
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+from trl_a3po.report.left_out import rows_left_out
 from trl_a3po.report.run_numbers import STRAGGLER, RunNumbers, run_numbers
 from trl_a3po.report.verdict import Verdict, verdict
 
@@ -49,6 +50,7 @@ class WatchView:
         take: the line of the last take, which says what the queue held when the take began.
         tokens_per_second: of the engine, while it is busy if it says when it is.
         outcomes: how many attempts ended as "trained", "rejected", "failed" and "unused".
+        left_out: reason -> how many rows of the data were left out for it.
         numbers, verdict: `None` until three batches have been trained.
         slow_rewards, stragglers: the groups that took longest to score, and those that took longest to sample, from
             `STRAGGLER` times the median.
@@ -65,6 +67,7 @@ class WatchView:
     take: dict[str, Any] | None
     tokens_per_second: float | None
     outcomes: Counter[str]
+    left_out: Counter[str]
     numbers: RunNumbers | None
     verdict: Verdict | None
     slow_rewards: list[SlowGroup] = field(default_factory=list)
@@ -96,6 +99,7 @@ def watch_view(lines: Lines) -> WatchView | None:
         take=takes[-1] if takes else None,
         tokens_per_second=_speed(takes),
         outcomes=Counter(line["outcome"].split(":")[0] for line in lines if line["kind"] == "group"),
+        left_out=rows_left_out(lines),
         numbers=numbers,
         verdict=None if numbers is None else verdict(numbers),
         slow_rewards=_slowest(groups, "scoring", "scored", 0.0),

@@ -53,6 +53,7 @@ class QueueState:
         rejected_in_a_row: groups rejected since the last group that was accepted.
         outcomes: the ledger, in which the attempts that end with the process are already counted as unused.
         outstanding: the prompts that wait to be taken, in submission order.
+        left_out: reason -> how many rows before the cursor were left out for it.
     """
 
     next_take: int
@@ -62,6 +63,7 @@ class QueueState:
     rejected_in_a_row: int
     outcomes: Outcomes
     outstanding: list[OutstandingState]
+    left_out: dict[str, int] = field(default_factory=dict)
 
     @property
     def first_row(self) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from trl.data_utils import prepare_multimodal_messages
 
-from trl_a3po.checks.images import UnusableImages, check_fields, check_placeholders
+from trl_a3po.checks.images import RefusedImages, UnreadableImage, UnusableImages, check_fields, check_placeholders
 from trl_a3po.protocol.images import PromptImages
 from trl_a3po.rollout.prompt_stream import TokenizedPrompt
 
@@ -64,7 +64,7 @@ def tokenized_with_images(trainer: "A3POTrainer", row: Mapping[str, Any]) -> Tok
     try:
         prompt_ids, images, fields = trainer._tokenize_prompts([messages])
     except (ValueError, RuntimeError, ArithmeticError) as error:
-        raise UnusableImages(f"The processor refuses a prompt and its images: {error}") from error
+        raise RefusedImages(f"The processor refuses a prompt and its images: {error}") from error
     token_ids = list(prompt_ids[0])
     shown = messages if images_in_columns(row) is not None else None
     if not images or not images[0]:
@@ -86,7 +86,7 @@ def opened_image(image: Any) -> "Image":
     `datasets.Image(decode=False)` gives it.
 
     Raises:
-        UnusableImages: it is none of these, or cannot be read.
+        UnreadableImage: it is none of these, or cannot be read.
     """
     from PIL import Image  # which a run without images does not need
 
@@ -96,12 +96,12 @@ def opened_image(image: Any) -> "Image":
     if isinstance(image, Mapping):
         source = io.BytesIO(image["bytes"]) if image.get("bytes") is not None else image.get("path")
     if isinstance(source, str) and (source.startswith("data:") or "://" in source):
-        raise UnusableImages(
+        raise UnreadableImage(
             f"An image is given as the address {source[:60]!r}, which is not fetched during training: save the image "
             "in the dataset, in a column of type datasets.Image."
         )
     if not isinstance(source, str | io.BytesIO):
-        raise UnusableImages(
+        raise UnreadableImage(
             f"An image is a {type(image).__name__}: give a PIL image, the path of a file, or a column of type "
             "datasets.Image."
         )
@@ -110,7 +110,7 @@ def opened_image(image: Any) -> "Image":
         opened.load()
     except (OSError, SyntaxError, ValueError) as error:
         where = "its bytes" if isinstance(source, io.BytesIO) else repr(source)
-        raise UnusableImages(f"An image cannot be read from {where}: repair or remove the row. {error}") from error
+        raise UnreadableImage(f"An image cannot be read from {where}: repair or remove the row. {error}") from error
     return opened
 
 

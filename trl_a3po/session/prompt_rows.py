@@ -8,7 +8,7 @@ of the user's own; no row is read before it is requested; a row that does not fi
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DistributedSampler
@@ -22,6 +22,7 @@ from trl_a3po.checks.data import (
     room_for_completion,
 )
 from trl_a3po.checks.images import UnusableImages, UnusablePrompt
+from trl_a3po.rollout.left_out import LeftOut
 from trl_a3po.rollout.prompt_stream import TokenizedPrompt
 from trl_a3po.session.prompt_images import tokenized_with_images
 
@@ -33,21 +34,28 @@ logger = logging.getLogger(__name__)
 NO_PROMPT = [{"role": "user", "content": ""}]  # of a row whose prompt comes from its environment, as in TRL
 
 
-def prompt_rows(trainer: "A3POTrainer", first_row: int = 0) -> Iterator[dict[str, Any] | None]:
+class NumberedRow(NamedTuple):
+    """A row, and its number in a dataset that has numbers."""
+
+    number: int | None
+    row: dict[str, Any]
+
+
+def prompt_rows(trainer: "A3POTrainer", first_row: int = 0) -> Iterator[NumberedRow | None]:
     """Dataset rows in the order of GRPOTrainer, epoch after epoch, beginning with row number `first_row`. The last
     batch of an epoch is left out if it is incomplete. `None` stands where an epoch of a stream ends."""
     args, dataset = trainer.args, trainer.train_dataset
     groups = args.groups_per_batch
     if isinstance(dataset, IterableDataset):
         rows = _streamed_rows(dataset.shuffle(seed=args.seed) if trainer.shuffle_dataset else dataset, groups)
-        rows = _without_first(rows, first_row)
+        for row in _without_first(rows, first_row):
+            yield None if row is None else NumberedRow(None, _used_columns(trainer, row))
     else:
-        rows = (_stored_row(dataset, index) for index in itertools.islice(_sampled_rows(trainer), first_row, None))
-    for row in rows:
-        yield None if row is None else _used_columns(trainer, row)
+        for number in itertools.islice(_sampled_rows(trainer), first_row, None):
+            yield NumberedRow(number, _used_columns(trainer, stored_row(dataset, number)))
 
 
-def _stored_row(dataset: Dataset, index: int) -> dict[str, Any]:
+def stored_row(dataset: Dataset, index: int) -> dict[str, Any]:
     """A row of the dataset. One whose images `datasets` cannot decode has them as they are stored, so that they are
     refused, or left out, as images of every other form are."""
     try:
@@ -78,14 +86,13 @@ def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPro
     return prompt
 
 
-def tokenize_or_leave_out(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPrompt | None:
-    """As `tokenize_prompt`, with `None` and a warning for a prompt that does not fit or whose images cannot be used.
+def tokenize_or_leave_out(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPrompt | LeftOut:
+    """As `tokenize_prompt`, or why the row is left out: its prompt does not fit, or its images cannot be used.
     Such a row has escaped `check_all_rows`, because it belongs to a stream, is made when it is read, or has images."""
     try:
         return tokenize_prompt(trainer, row)
     except UnusablePrompt as error:
-        logger.warning("A row of train_dataset is left out. %s", error)
-        return None
+        return LeftOut(error.reason, str(error))
 
 
 def prompt_with_tokens(trainer: "A3POTrainer", row: dict[str, Any], token_ids: list[int]) -> TokenizedPrompt:

@@ -33,6 +33,7 @@ from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.cores import SharedCores
 from trl_a3po.session.engine_gap import EngineGapOfRun
 from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evaluation_prompts
+from trl_a3po.session.left_out_rows import LeftOutRows
 from trl_a3po.session.prompt_rows import prompt_with_tokens, tokenize_or_leave_out
 from trl_a3po.session.resuming import RunState, new_run
 from trl_a3po.session.sampling import check_unchanged, sampling_settings
@@ -95,7 +96,9 @@ class Session:
             partial(tokenize_or_leave_out, trainer),
             first_row,
             with_tokens=partial(prompt_with_tokens, trainer),
+            row_left_out=LeftOutRows(trainer._train_rows, self.timeline).add,
         )
+        self._prompts = prompts
         self.queue = build_queue(
             trainer,
             self.engine,
@@ -211,6 +214,11 @@ class Session:
         """How many groups so far had their reward worker killed at `reward_timeout` ("timeouts"), and how many had
         their worker die ("crashes")."""
         return {"timeouts": self._scorer.timeouts, "crashes": self._scorer.crashes}
+
+    @property
+    def rows_left_out(self) -> int:
+        """How many rows of the data the run has left out so far."""
+        return self._prompts.left_out.total()
 
     def measured_gaps(self) -> list[float]:
         """The mean |Δ log-prob| between engine and trainer that each delivery check since the last call has found."""
