@@ -6,10 +6,10 @@
     python recipes/benchmarks/many_gpus.py --shape tiny --arms 1+1 --cpu    # to try the script
 
 An arm `3z+1` trains on 3 GPUs with ZeRO-3 and generates on 1 more; with `f` instead of the `z` it is FSDP2, without
-both DDP, and `3z` generates on the first of its GPUs while training waits (`schedule="sync"`). After it, `:lora` trains a rank-16 adapter, `:padded`
-pads as TRL does, and `3z:grpo` is GRPOTrainer on 3 GPUs, which is given completions of the same lengths, so that its
-step is training alone: compare it with `train`. Random weights of the shape, bf16, completions of equal length. For an
-arm that times out, the report holds the steps measured before that.
+both DDP, and `3z` generates on the first of its GPUs while training waits (`schedule="sync"`). After it, `:lora`
+trains a rank-16 adapter, `:padded` pads as TRL does, and `3z:grpo` is GRPOTrainer on 3 GPUs, which is given
+completions of the same lengths, so that its step is training alone: compare it with `train`. Random weights of the
+shape, bf16, completions of equal length. For an arm that times out, the report holds the steps measured before that.
 
 `step`, `wait` (for a batch), `publish` and `train` (the rest) are seconds; `trainer idle` is the share of a step that
 is `wait`, `engine blocked` that in which `max_staleness` kept the engine from its next prompt; `gathers` are ZeRO-3's
