@@ -1,6 +1,7 @@
 """Rows with images: what a column and a message may hold, what reward functions receive, which rows are refused."""
 
 import io
+import re
 
 import pytest
 from datasets import Dataset, Features, Image, IterableDataset, Value
@@ -148,6 +149,77 @@ def test_a_row_of_a_decoded_column_whose_image_cannot_be_read_is_left_out(tmp_pa
     trainer.train()
     assert f"Row 1 of train_dataset is left out. {words}" in caplog.text
     assert [group.prompt.example["prompt"] for _, group in trainer.groups] == [questions(3)[0], questions(3)[2]]
+
+
+def with_files(folder, rows, missing, decoded=True):
+    """Rows with the path of a file each, of which some are missing."""
+    for number in range(rows):
+        if number not in missing:
+            picture(number, 16, 16).save(folder / f"{number}.png")
+    features = Features({"prompt": MESSAGES, "image": Image(decode=decoded)})
+    paths = [str(folder / f"{number}.png") for number in range(rows)]
+    return Dataset.from_dict({"prompt": questions(rows), "image": paths}, features=features)
+
+
+@pytest.mark.parametrize("kind", ["decoded", "as stored", "stream", "stream as stored"])
+def test_the_first_row_is_left_out_as_any_other(tmp_path, kind):
+    data = with_files(tmp_path, 5, {0, 2}, "stored" not in kind)
+    data = data.to_iterable_dataset() if "stream" in kind else data
+    settings = {"train_dataset": data, "shuffle_dataset": False, **(FEW | {"max_steps": 3})}
+    trainer = pictured("qwen2_5_vl", tmp_path, TakeRecorder, **settings)
+    assert ("each, as in the first 4 rows" in trainer.plan()) == ("stream" not in kind)
+    trainer.train()
+    assert [group.prompt.index for _, group in trainer.groups] == [1, 3, 4]
+
+
+def test_a_folder_of_images_that_is_gone_is_said_at_construction(tmp_path):
+    with pytest.raises(ValueError, match=r"None of the first 8 rows .* Row 0: An image cannot be read from .*0\.png"):
+        pictured("qwen2_5_vl", tmp_path, train_dataset=with_files(tmp_path, 9, range(9)))
+
+
+def test_a_folder_of_images_that_disappears_is_the_reason_that_the_run_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_a3po.rollout.prompt_stream.LEFT_OUT_IN_A_ROW", 20)
+    data = with_files(tmp_path, 5, ())
+
+    def deletes_the_images(completion_ids, **kwargs):
+        for path in tmp_path.glob("*.png"):
+            path.unlink()
+        return reward(completion_ids)
+
+    settings = {
+        "train_dataset": data,
+        "reward_funcs": deletes_the_images,
+        "max_staleness": 0,
+        **(FEW | {"max_steps": 9}),
+    }
+    trainer = pictured("qwen2_5_vl", tmp_path, **settings)
+    words = r"20 rows in a row are left out \(20 with an unreadable image\).* An image cannot be read from .*png"
+    with pytest.raises(ValueError, match=words):
+        trainer.train()
+
+
+@pytest.mark.parametrize("decoded", [True, False], ids=["decoded", "as stored"])
+def test_a_row_of_an_evaluation_whose_image_cannot_be_read_is_named(tmp_path, decoded):
+    trainer = pictured(
+        "qwen2_5_vl", tmp_path, eval_dataset=with_files(tmp_path, 4, {2}, decoded), eval_strategy="steps",
+        eval_steps=1, per_device_eval_batch_size=8, **FEW,
+    )  # fmt: skip
+    words = (
+        r"Row 2 of the evaluation dataset: An image cannot be read from .*2\.png.* eval_on_start=True finds such rows"
+    )
+    with pytest.raises(ValueError, match=words):
+        trainer.train()
+
+
+def test_a_row_of_an_evaluation_that_the_processor_refuses_is_no_row_that_is_left_out(tmp_path):
+    row, words = LEFT_OUT["the image token in a text"]
+    data = Dataset.from_list([row], features=Features({"prompt": MESSAGES, "image": Image()}))
+    trainer = pictured(
+        "qwen2_5_vl", tmp_path, eval_dataset=data, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4,
+        **FEW,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=rf"A row of the evaluation dataset: {re.escape(words)}.* not left out"):
+        trainer.train()
 
 
 def test_the_number_of_a_row_with_more_images_than_places_is_said_at_construction(tmp_path):

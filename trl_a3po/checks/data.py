@@ -15,6 +15,7 @@ from trl_a3po.checks.images import UnusablePrompt, check_placeholders
 from trl_a3po.config import A3POConfig
 
 IMAGES = ("images", "image")  # columns, the first of which TRL reads
+UNDECODABLE = (OSError, ValueError, SyntaxError, ImportError)  # an image that is gone or broken, or an address
 OTHER_MEDIA = ("video", "videos", "audio", "audios")
 
 
@@ -22,6 +23,32 @@ class OverlongPrompt(UnusablePrompt):
     """A prompt that does not fit the model or the engine."""
 
     reason = "with an overlong prompt"
+
+
+def stored_row(dataset: Dataset, index: int) -> dict[str, Any]:
+    """A row of the dataset. One whose images `datasets` cannot decode has them as they are stored, so that they are
+    refused, or left out, as images of every other form are."""
+    try:
+        row: dict[str, Any] = dataset[index]
+    except UNDECODABLE:
+        if not set(IMAGES) & set(dataset.column_names) or dataset.format["type"] == "custom":
+            raise
+        row = dataset.with_format("arrow")[index].to_pylist()[0]
+    return row
+
+
+def streamed(dataset: IterableDataset) -> Iterator[dict[str, Any]]:
+    """The rows of a stream, with images as in `stored_row`."""
+    features = dataset.features
+    if features is None or not set(IMAGES) & set(features) or dataset._formatting is not None:
+        yield from dataset
+        return
+    for row in dataset.decode(False):
+        try:
+            decoded = features.decode_example(row)
+        except UNDECODABLE:
+            decoded = row
+        yield decoded
 
 
 def check_dataset(
@@ -37,8 +64,9 @@ def check_dataset(
                 f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}): use "
                 "more rows or a smaller batch."
             )
-        if needs_prompt or "prompt" in dataset[0]:
-            check_prompt(dataset[0], tokenizer)
+        first = stored_row(dataset, 0)
+        if needs_prompt or "prompt" in first:
+            check_prompt(first, tokenizer)
     elif args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
         raise ValueError(
             f"train_dataset is a stream, and with steps_per_generation={args.steps_per_generation} and "
@@ -58,7 +86,7 @@ def check_columns(name: str, dataset: Any, tokenizer: Any, *, needs_prompt: bool
         return
     columns = None if dataset is None else dataset.column_names
     if isinstance(dataset, Dataset) and len(dataset):  # `with_transform` makes columns that `column_names` lacks
-        columns = list(dataset[0])
+        columns = list(stored_row(dataset, 0))
     if columns is not None and needs_prompt and "prompt" not in columns:
         raise ValueError(
             f"{name} has the columns {', '.join(sorted(columns))}, but no 'prompt': rename the column that holds the "

@@ -22,7 +22,7 @@ from trl_a3po.errors import A3POError
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Rollout
 from trl_a3po.report.environment import environment
 from trl_a3po.session.build_scorer import PublishedStates, build_scorer
-from trl_a3po.session.prompt_rows import tokenize_prompt
+from trl_a3po.session.prompt_rows import first_prompt
 from trl_a3po.trainer import A3POTrainer
 
 SLOW_REWARD = 1.0  # seconds for a group, above which a thread of the trainer's process is not the place
@@ -79,8 +79,8 @@ def _server(url: str) -> Iterator[str]:
 
 def _rewards(trainer: A3POTrainer) -> Iterator[str]:
     """Score one group of made-up completions."""
-    row = next(iter(trainer.train_dataset))
-    prompt = Prompt(0, row, *tokenize_prompt(trainer, row))
+    row, first = first_prompt(trainer)
+    prompt = Prompt(0, row, *first)
     tokens = (prompt.token_ids * trainer.max_completion_length)[: trainer.max_completion_length]
     rollout = Rollout(tokens, [-1.0] * len(tokens), [0] * len(tokens), "length")
     group = Group(prompt, [rollout] * trainer.args.num_generations, None, 0)

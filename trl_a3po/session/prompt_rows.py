@@ -14,12 +14,13 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DistributedSampler
 
 from trl_a3po.checks.data import (
-    IMAGES,
     check_prompt,
     check_prompt_ids,
     check_rows,
     context_of,
     room_for_completion,
+    stored_row,
+    streamed,
 )
 from trl_a3po.checks.images import UnusableImages, UnusablePrompt
 from trl_a3po.rollout.left_out import LeftOut
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FIRST_ROWS = 8  # of which one has to be usable: if none is, the processor or the chat template is at fault
 NO_PROMPT = [{"role": "user", "content": ""}]  # of a row whose prompt comes from its environment, as in TRL
 
 
@@ -55,18 +57,6 @@ def prompt_rows(trainer: "A3POTrainer", first_row: int = 0) -> Iterator[Numbered
             yield NumberedRow(number, _used_columns(trainer, stored_row(dataset, number)))
 
 
-def stored_row(dataset: Dataset, index: int) -> dict[str, Any]:
-    """A row of the dataset. One whose images `datasets` cannot decode has them as they are stored, so that they are
-    refused, or left out, as images of every other form are."""
-    try:
-        row: dict[str, Any] = dataset[index]
-    except (OSError, ValueError, SyntaxError, ImportError):  # a file that is gone or broken, an address
-        if not set(IMAGES) & set(dataset.column_names) or dataset.format["type"] == "custom":
-            raise
-        row = dataset.with_format("arrow")[index].to_pylist()[0]
-    return row
-
-
 def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPrompt:
     """The tokens of a row's prompt, as TRL makes them, and its images.
 
@@ -84,6 +74,24 @@ def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPro
         prompt = TokenizedPrompt(list(prompt_ids[0]))
     check_prompt_ids(prompt.token_ids, row, trainer.args, trainer.model.config.get_text_config())
     return prompt
+
+
+def first_prompt(trainer: "A3POTrainer") -> tuple[dict[str, Any], TokenizedPrompt]:
+    """The first row of `train_dataset` that can be used, and its prompt.
+
+    Raises:
+        ValueError: the first `FIRST_ROWS` rows are all left out of a run, or one has a prompt that ends a run.
+    """
+    dataset = trainer.train_dataset
+    stored = isinstance(dataset, Dataset)
+    rows = (stored_row(dataset, number) for number in range(len(dataset))) if stored else streamed(dataset)
+    faults: list[UnusablePrompt] = []
+    for row in itertools.islice(rows, FIRST_ROWS):
+        try:
+            return row, tokenize_prompt(trainer, row)
+        except UnusablePrompt as error:
+            faults.append(error)
+    raise ValueError(f"None of the first {len(faults)} rows of train_dataset can be used. Row 0: {faults[0]}")
 
 
 def tokenize_or_leave_out(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPrompt | LeftOut:
@@ -119,7 +127,7 @@ def check_all_rows(trainer: "A3POTrainer") -> None:
 
     Only a prompt of text that may be too long is tokenised: one with at least as many bytes as tokens would fit beside
     the tokens that the chat template adds, of which the first row has at least as many. Of prompts with images, the
-    first one is, which says whether the processor and the model match.
+    first one that can be used is, which says whether the processor and the model match.
     """
     args, tokenizer, config = trainer.args, trainer.processing_class, trainer.model.config.get_text_config()
     context = context_of(args, config)
@@ -139,7 +147,7 @@ def check_all_rows(trainer: "A3POTrainer") -> None:
 
     check_rows("train_dataset", trainer.train_dataset, tokenizer, token_ids)
     if trainer._is_vlm and isinstance(trainer.train_dataset, Dataset) and not trainer.environment_factories:
-        tokenize_prompt(trainer, trainer.train_dataset[0])
+        first_prompt(trainer)
     check_rows("eval_dataset", trainer.eval_dataset, tokenizer, token_ids)
     if rooms:
         logger.warning(
@@ -222,7 +230,7 @@ def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, 
     for epoch in itertools.count():
         dataset.set_epoch(epoch)  # as the Trainer does: every epoch is shuffled differently
         whole_batches, batch = 0, []
-        for row in dataset:
+        for row in streamed(dataset):
             batch.append(row)
             if len(batch) == groups:
                 yield from batch
