@@ -28,6 +28,11 @@ def slow(completion_ids, **kwargs):
     time.sleep(1.5)
     return [0.0] * len(completion_ids)
 
+def slow_at_first(completion_ids, calls=[], **kwargs):
+    calls.append(0)
+    time.sleep(1.5 if len(calls) == 1 else 0.0)
+    return [0.0] * len(completion_ids)
+
 def hangs(completion_ids, **kwargs):
     time.sleep(30)
 
@@ -181,6 +186,11 @@ def test_a_recipe_that_is_not_yaml_is_explained(folder, capsys):
 def test_a_slow_reward_is_a_warning(folder, capsys):
     code, printed = doctor(capsys, folder / "recipe.yaml", "--reward_funcs", "own.py:slow")
     assert code == 0 and "WARNING: slow took" in printed and "set reward_workers=" in printed
+
+
+def test_a_reward_is_not_slow_because_of_what_its_first_call_starts(folder, capsys):
+    code, printed = doctor(capsys, folder / "recipe.yaml", "--reward_funcs", "own.py:slow_at_first")
+    assert code == 0 and "rewards: slow_at_first scored a group in 0.0" in printed
 
 
 def timeline(folder, *lines, steps=4, end=True, taken=0.1, scoring=0.0, logged=None, outcome="trained"):
