@@ -221,6 +221,7 @@ def timeline(folder, *lines, steps=4, end=True, taken=0.1, scoring=0.0, logged=N
     ("facts", "words"),
     [
         ({"end": False}, "killed after optimizer step 4"),
+        ({"steps": 0, "end": False}, "still starting, or the process was killed before its first optimizer step"),
         ({"steps": 0}, "ended before its first optimizer step"),
         ({"taken": 0.9}, "Generation-bound: the trainer waited 90% of the time"),
         ({"taken": 0.9, "scoring": 0.9}, "Score more groups at a time (reward_workers)"),

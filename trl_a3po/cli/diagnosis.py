@@ -64,12 +64,18 @@ def _of_text(text: str) -> Iterator[str]:
 def _of_timeline(lines: list[dict[str, Any]]) -> Iterator[str]:
     kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("step", "group", "log")}
     steps = len(kinds["step"])
-    if lines and lines[-1]["kind"] != "end":
+    ended = bool(lines) and lines[-1]["kind"] == "end"
+    if not ended and not steps:
+        yield (
+            "PROBLEM: the run is still starting, or the process was killed before its first optimizer step: its "
+            "timeline has no step and no end. What it printed says which."
+        )
+    elif not ended:
         yield (
             f"PROBLEM: the process was killed after optimizer step {steps}, or it is still running: its timeline has "
             "no end. resume_from_checkpoint=True goes on from its newest checkpoint."
         )
-    if not steps:
+    elif not steps:
         yield "PROBLEM: the run ended before its first optimizer step: the error is in what it printed."
     yield from _of_groups(kinds["group"])
     yield from _of_rows(lines)

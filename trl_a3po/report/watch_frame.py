@@ -59,6 +59,8 @@ def _header(view: WatchView, name: str, now: float, width: int, ascii_only: bool
     silent = now - view.last_written
     if view.ended:
         state, colour = "finished", "green"
+    elif view.starting:
+        state, colour = f"starting for {_duration(max(0.0, silent))}, no step yet", "green"
     elif silent > max(SILENT, 5 * (view.step_seconds or 0.0)):
         state, colour = f"silent for {_duration(silent)}", "dark_orange"
     else:

@@ -43,6 +43,7 @@ class WatchView:
     Args:
         step, max_steps: optimizer steps done, and of the whole run; `None` if the timeline does not say.
         step_seconds: time from one optimizer step to the next.
+        starting: no optimizer step has been done yet since training began, or was resumed.
         ended: training has stopped.
         last_written: time of the last line, since 1970.
         rewards: the mean reward at each logging step.
@@ -60,6 +61,7 @@ class WatchView:
     step: int
     max_steps: int | None
     step_seconds: float | None
+    starting: bool
     ended: bool
     last_written: float
     rewards: list[float]
@@ -92,6 +94,7 @@ def watch_view(lines: Lines) -> WatchView | None:
         step=max((line["version"] for line in lines if line["kind"] in ("start", "step")), default=0),
         max_steps=start.get("max_steps"),
         step_seconds=(steps[-1]["ended"] - steps[0]["ended"]) / (len(steps) - 1) if len(steps) > 1 else None,
+        starting=not steps,
         ended=lines[-1]["kind"] == "end",
         last_written=max(line.get("time") or line.get("ended") or 0.0 for line in lines[-3:]),
         rewards=[log["reward"] for log in logs if log.get("reward") is not None],

@@ -86,6 +86,7 @@ class Session:
             rules=asdict(queue_rules(args, episodes=self._episodes is not None)),
             devices=asdict(split_of(args, trainer._team.size)),
         )
+        self.timeline.flush()  # who watches the run sees that it starts, which may take minutes
         keeps = trainer._rollout_log.share > 0
         self.rollouts = begin_rollouts(args, self.run, version, resumed=resumed is not None) if keeps else None
         self._warnings = LoggedWarnings(self.timeline)
