@@ -6,8 +6,10 @@ import re
 import pytest
 from datasets import Dataset, Features, Image, IterableDataset, Value
 from peft import LoraConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.images.pictured import (
+    COMPLETE,
     MESSAGES,
     PicturedGRPOTrainer,
     pictured,
@@ -19,6 +21,7 @@ from tests.images.pictured import (
 from tests.runs import TakeRecorder, logged
 from tests.tiny import tiny_tokenizer
 from tests.vision import FAMILIES, messages, picture
+from trl_a3po.testing import StubEngine
 
 FEW = {"max_steps": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}  # one group
 
@@ -239,10 +242,51 @@ def without_placeholder():
     return processor
 
 
+def changed(setting, value):
+    processor = FAMILIES["qwen2_5_vl"].processor()
+    setattr(processor.image_processor, setting, value)
+    return processor
+
+
+def large_pictures():
+    columns = {"prompt": questions(8), "image": [picture(i, 400, 400) for i in range(8)]}
+    return Dataset.from_dict(columns, features=Features({"prompt": MESSAGES, "image": Image()}))
+
+
 REFUSED = {
     "a template without images": (
         {"processing_class": without_placeholder},
         "The processor refuses a prompt and its images: The total number of <|image_pad|> tokens",
+    ),
+    "a model of text": (
+        {"model": lambda: AutoModelForCausalLM.from_config(LlamaConfig(hidden_size=32, num_hidden_layers=1))},
+        "processing_class is a Qwen25Processor, which shows images, but the model's configuration, a LlamaConfig, has "
+        "no image token: pass processing_class.tokenizer",
+    ),
+    "no processor": (
+        {"processing_class": lambda: None},
+        "processing_class was left out, but the model, a Qwen2_5_VLForConditionalGeneration, has no name",
+    ),
+    "the processor of another family": (
+        {"processing_class": FAMILIES["idefics3"].processor},
+        "processing_class is a Idefics3Processor and the model a Qwen2_5_VLForConditionalGeneration, which do not go "
+        "together: the processor makes pixel_attention_mask of images",
+    ),
+    "the processor of a larger sister": (
+        {"processing_class": lambda: changed("patch_size", 8)},
+        "the processor cuts images with patch_size=8, and the model has patch_size=4. Pass the model's own processor",
+    ),
+    "crops": (
+        {"processing_class": lambda: changed("do_pan_and_scan", True)},
+        "processing_class.image_processor.do_pan_and_scan=True cannot hold",
+    ),
+    "images with too many tokens": (
+        {"processing_class": lambda: changed("size", {"shortest_edge": 64, "longest_edge": 400 * 400}),
+         "train_dataset": lambda: large_pictures()},
+        "A prompt of 2506 tokens leaves no room for a completion in the model's context of 256 tokens: 2500 of the "
+        "tokens show its images (400 x 400 pixels). Show fewer or smaller images, or set a smaller processing_class."
+        "image_processor.size (now {'shortest_edge': 64, 'longest_edge': 160000}), where the number of tokens depends "
+        "on it. Or remove the row {'prompt': [{'role': 'user', 'content': 'w0 w1'}], 'image': <image of 400x400 ",
     ),
     "texts": (
         {"train_dataset": lambda: Dataset.from_dict(
@@ -272,8 +316,23 @@ REFUSED = {
 @pytest.mark.parametrize("which", REFUSED)
 def test_refused_at_construction(tmp_path, which):
     settings, words = REFUSED[which]
-    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(words)):
         pictured("qwen2_5_vl", tmp_path, **{name: make() for name, make in settings.items()})
+
+
+def test_the_name_of_a_model_of_text_is_refused_with_a_processor(model_path, tmp_path):
+    with pytest.raises(ValueError, match="but the model's configuration, a LlamaConfig, has no image token"):
+        pictured("qwen2_5_vl", tmp_path, model=model_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava_next"])
+def test_the_delivery_check_is_made_on_text(tmp_path, family):
+    engine = StubEngine(COMPLETE)
+    trainer = pictured(family, tmp_path, engine=engine, delivery_check_steps=1, **FEW)
+    scored, score = [], engine.score
+    engine.score = lambda prompt_ids, *rest: scored.append(prompt_ids) or score(prompt_ids, *rest)
+    trainer.train()
+    assert scored and not any(trainer.model.config.image_token_id in ids for ids in scored)
 
 
 COUNTS = [2, 0, 1, 0, 0, 3, 1, 0]

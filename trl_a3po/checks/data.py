@@ -4,6 +4,7 @@ Guarantees: an error about a row shows that row, and its number where the datase
 rows hold, not what the dataset says of its columns; nothing is changed.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from trl_a3po.config import A3POConfig
 
 IMAGES = ("images", "image")  # columns, the first of which TRL reads
 UNDECODABLE = (OSError, ValueError, SyntaxError, ImportError)  # an image that is gone or broken, or an address
+PIL_IMAGE = re.compile(r"<PIL\.[^>]* size=(\d+x\d+)[^>]*>")  # its repr
 OTHER_MEDIA = ("video", "videos", "audio", "audios")
 
 
@@ -172,23 +174,30 @@ def check_conversational(row: dict[str, Any]) -> None:
         )
 
 
-def check_prompt_ids(token_ids: Sequence[int], row: dict[str, Any], args: A3POConfig, config: Any) -> None:
+def check_prompt_ids(
+    token_ids: Sequence[int], row: dict[str, Any], args: A3POConfig, config: Any, of_images: str | None = None
+) -> None:
     """Raise `ValueError` for a prompt without tokens, and for a prompt that does not fit the model's context or
-    vocabulary."""
+    vocabulary.
+
+    Args:
+        of_images: how to shorten a prompt with images, in words.
+    """
     if not token_ids:
         raise ValueError(
             f"A prompt has no tokens, so nothing can be sampled from it: correct or remove the row {_short(row)}."
         )
+    shorter = f"{of_images}. Or remove" if of_images else "shorten or remove"
     longest, room = args.engine_max_prompt_tokens, room_for_completion(args, config, len(token_ids))
     if room is not None and room < 1:
         raise OverlongPrompt(
             f"A prompt of {len(token_ids)} tokens leaves no room for a completion in the model's context of "
-            f"{context_of(args, config)} tokens: shorten or remove the row {_short(row)}."
+            f"{context_of(args, config)} tokens: {shorter} the row {_short(row)}."
         )
     if longest is not None and len(token_ids) > longest:
         raise OverlongPrompt(
             f"A prompt has {len(token_ids)} tokens, more than engine_max_prompt_tokens={longest}: raise it, or "
-            f"shorten or remove the row {_short(row)}."
+            f"{shorter} the row {_short(row)}."
         )
     if not 0 <= min(token_ids) <= max(token_ids) < config.vocab_size:
         raise ValueError(
@@ -260,5 +269,5 @@ def _part_types(prompt: str | list[dict[str, Any]]) -> set[str]:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = PIL_IMAGE.sub(r"<image of \1 pixels>", repr(value))
     return text if len(text) <= 200 else text[:200] + "…"

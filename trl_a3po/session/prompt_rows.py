@@ -22,7 +22,7 @@ from trl_a3po.checks.data import (
     stored_row,
     streamed,
 )
-from trl_a3po.checks.images import UnusableImages, UnusablePrompt
+from trl_a3po.checks.images import UnusableImages, UnusablePrompt, overlong_images
 from trl_a3po.rollout.left_out import LeftOut
 from trl_a3po.rollout.prompt_stream import TokenizedPrompt
 from trl_a3po.session.prompt_images import tokenized_with_images
@@ -72,7 +72,8 @@ def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPro
     else:
         prompt_ids, _, _ = trainer._tokenize_prompts([given["prompt"]])
         prompt = TokenizedPrompt(list(prompt_ids[0]))
-    check_prompt_ids(prompt.token_ids, row, trainer.args, trainer.model.config.get_text_config())
+    config, of_images = trainer.model.config.get_text_config(), overlong_images(trainer, prompt)
+    check_prompt_ids(prompt.token_ids, row, trainer.args, config, of_images)
     return prompt
 
 

@@ -124,8 +124,8 @@ def _check_settings(changed: dict[str, str], inside_a_batch: bool, folder: Path)
         )
     if "tokenizer" in changed:
         raise ValueError(
-            f"{folder} was saved with another tokenizer ({changed['tokenizer']}), in which its token ids mean other "
-            "text: resume with the tokenizer of that run, or start a new run from its weights."
+            f"{folder} was saved with {changed['tokenizer']}, in which its token ids mean other text: resume "
+            "with the tokenizer of that run, or start a new run from its weights."
         )
     decided = [text for group, text in changed.items() if group in ("prompts", "sampling", "scoring", "batch")]
     if inside_a_batch and decided:

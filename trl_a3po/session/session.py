@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trl_a3po.config import A3POConfig
+from trl_a3po.models.image_token import image_token_of
 from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.records import Group
 from trl_a3po.publish.adapter_or_merged import published_spec
@@ -264,7 +265,7 @@ class Session:
     def _check_delivery(self, args: A3POConfig, prompts: PromptStream, version: int) -> DeliveryCheck | None:
         """The delivery check, after its first run; `None` if there is no prompt, and so nothing to sample."""
         probes = max(NUM_PROBES, len(args.engine_devices), len(args.vllm_server_urls or ()))  # one for each engine
-        images = self._model.config.to_dict().get("image_token_id")  # of probes, which show none
+        images = image_token_of(self._model.config)  # of probes, which show none
         peeked = prompts.peek(min(probes, args.groups_per_batch))
         first = [[token for token in prompt.token_ids if token != images] for prompt in peeked]
         if not first:
