@@ -42,9 +42,9 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps of a run")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="of a step")
     parser.add_argument("--generations", type=int, default=GENERATIONS, help="completions of a prompt")
-    parser.add_argument("--learning_rate", type=float, default=1e-5)
+    parser.add_argument("--learning_rate", type=float, default=3e-6)
     parser.add_argument("--sweep", action="store_true", help="learning rates, staleness and caps instead of methods")
-    parser.add_argument("--rates", type=float, nargs="+", default=[3e-6, 1e-5, 3e-5], help="of the sweep")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 3e-6, 1e-5], help="of the sweep")
     parser.add_argument("--caps", type=float, nargs="+", default=[1.5, 5.0, math.inf], help="of the sweep; inf: none")
     parser.add_argument("--model", help="folder or hub name; by default SmolLM2-135M-Instruct from the package index")
     parser.add_argument("--gpus", type=int, nargs="*", default=[], help="their numbers; none: on the CPU")
@@ -136,6 +136,7 @@ def report(output: Path, console: Console) -> None:
     if any(result.done and result.run.cap is not None for result in results):
         draw_sweep(results, output / "learning_sweep.png")
     console.print(f"Results and figures are in {output}")
+    console.save_text(str(output / "report.txt"))
 
 
 def main():
@@ -145,7 +146,7 @@ def main():
     output.mkdir(parents=True, exist_ok=True)
     if not arguments.figure:
         train_all(arguments, output, deadline)
-    report(output, Console(width=220))
+    report(output, Console(width=220, record=True))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Guarantees: runs are begun in the order given; each worker process sees one GPU;
 alone, which is replaced; when this returns, no worker is left. Runs are cut at the deadline.
 """
 
+import gc
 import multiprocessing
 import os
 import time
@@ -64,3 +65,4 @@ def _worker(work: Callable[[Any], None], queue: Any, gpu: int | None) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)  # before CUDA is used; a Trainer would take every visible GPU
     while (item := queue.get()) is not None:
         work(item)
+        gc.collect()  # the memory of a run is free before the next begins

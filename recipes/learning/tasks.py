@@ -51,8 +51,9 @@ def number_score(said: str, answer: str) -> float:
 
 
 def spelling_score(said: str, answer: str) -> float:
-    """1 for the word; otherwise the share of its letters that are in place, and 0.8 for a word with an ending."""
-    said, answer = said.lower(), answer.lower()
+    """1 for the word; otherwise the share of its letters that are in place, and 0.8 for a word with an ending.
+    Spaces do not count, because the model is shown words letter by letter."""
+    said, answer = said.lower().replace(" ", ""), answer.lower()
     if said == answer:
         return 1.0
     share = 0.0
@@ -71,10 +72,10 @@ def ask_sum(expression: str) -> Chat:
 
 def ask_spelling(word: str) -> Chat:
     shown = (("dog", "god"), ("tree", "eert"), ("map", "pam"))
-    chat = [{"role": "system", "content": "Answer only."}]
+    chat = [{"role": "system", "content": "Letters backward."}]
     for one, other in shown:
-        chat += [{"role": "user", "content": f"Backward: {one}"}, {"role": "assistant", "content": other}]
-    return [*chat, {"role": "user", "content": f"Backward: {word}"}]
+        chat += [{"role": "user", "content": " ".join(one)}, {"role": "assistant", "content": " ".join(other)}]
+    return [*chat, {"role": "user", "content": " ".join(word.lower())}]
 
 
 TASKS = {
