@@ -560,7 +560,7 @@ class A3POTrainer(ReplayHooks, GRPOTrainer):
                 self._traces.taken(groups, version)
         if first:
             batch.row_weights.clear()
-            self._rollout_log.begin_batch()
+        self._rollout_log.begin_take(groups, first=first)
         rows = balanced_rows(groups, self._team.size, self.model.config.get_text_config().hidden_size)
         taken = batch.take_share(rows, self._team.rank, self._team.size)
         check_mixed_images(rows, partitioned=self._is_partitioned)
