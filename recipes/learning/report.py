@@ -115,8 +115,10 @@ def _contractions(found: Numbers) -> list[str]:
     said = []
     for (task, method, d), seeds in sorted(found.items()):
         if method == "loglinear" and d >= 2:
-            values = [run["contraction"] for run in seeds.values()]
+            values = [run["contraction"] for run in seeds.values() if not math.isnan(run["contraction"])]
             agree = all(abs(value - 1 / d) < 0.2 / d for value in values)
+            if not values:
+                continue
             said.append(
                 f"A-3PO: r is ρ^(1/d) ({task}, d {d}): log r / log ρ is {spread(values)}, 1/d = {1 / d:.3g}: "
                 f"{'holds, by construction' if agree else 'refuted'}"
@@ -150,8 +152,11 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def draw(results: Sequence[Result], task: str, path: Path) -> None:
-    """Reward, entropy and clipped tokens by step: a column for each staleness, a line for each method."""
+    """Reward, entropy and clipped tokens by step: a column for each staleness, a line for each method. No file is
+    written where no run has `BIN` steps."""
     mine = [one for one in results if one.run.task == task and one.run.method in METHODS and len(one) >= BIN]
+    if not mine:
+        return
     columns = sorted({one.run.staleness for one in mine})
     figure = Figure(figsize=(4.2 * len(columns), 9), layout="constrained")
     axes = figure.subplots(len(PANELS), len(columns), squeeze=False, sharex=True, sharey="row")

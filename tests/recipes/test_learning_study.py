@@ -197,6 +197,16 @@ def test_the_report_compares_runs_of_the_same_seed_and_draws_them(tmp_path):
     assert all((tmp_path / name).stat().st_size > 8_000 for name in ("steps.png", "sweep.png"))
 
 
+def test_a_few_steps_are_reported_too(tmp_path):
+    from learning_study import report
+    from rich.console import Console
+
+    write_run(tmp_path, a_run(), [0.1, 0.2], done=True)
+    write_run(tmp_path, a_run(seed=1), [], done=False)
+    report(tmp_path, Console(width=220, record=True))
+    assert "sums" in (tmp_path / "report.txt").read_text() and not list(tmp_path.glob("*.png"))
+
+
 def note(item: str, folder: str) -> None:
     path = Path(folder) / item
     if item == "fails" and not path.exists():
