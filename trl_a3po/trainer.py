@@ -258,7 +258,7 @@ class A3POTrainer(ReplayHooks, GRPOTrainer):
         aux_loss = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         check_periodic(args, deepspeed=self.is_deepspeed_enabled, aux_loss=aux_loss)
         check_processing_class(self.processing_class)
-        check_images_in_episodes(self.processing_class, runs_episodes=runs_episodes(self))
+        check_images_in_episodes(args, self.processing_class, runs_episodes=runs_episodes(self))
         check_dataset(args, self.train_dataset, self.processing_class, needs_prompt=not self.environment_factories)
         check_columns(
             "eval_dataset", self.eval_dataset, self.processing_class, needs_prompt=not self.environment_factories

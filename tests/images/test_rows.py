@@ -94,10 +94,6 @@ def test_every_prompt_is_prepared_once(tmp_path, monkeypatch):
     assert len(prepared) - at_construction == len(trainer.groups) == 4
 
 
-async def episode(episode):
-    return 0.0
-
-
 BROKEN = {"prompt": questions(1)[0], "image": {"bytes": b"no image", "path": None}}
 LEFT_OUT = {
     "broken": (BROKEN, "An image cannot be read from its bytes: repair or remove the row."),
@@ -305,10 +301,6 @@ REFUSED = {
     "one image in place of a list": (
         {"train_dataset": lambda: with_one_picture().rename_column("image", "images")},
         "The column 'images' of a row holds a PngImageFile: give a list of images, or name the column 'image'",
-    ),
-    "episodes": (
-        {"rollout_func": lambda: episode},
-        "processing_class is a Qwen25Processor, and tools, environment_factory or rollout_func",
     ),
 }  # fmt: skip
 

@@ -71,13 +71,14 @@ def check_processing_class(processing_class: Any) -> None:
         )
 
 
-def check_images_in_episodes(processing_class: Any, *, runs_episodes: bool) -> None:
-    """Raise `ValueError` for rollouts of several turns with a processor, whose later turns would lose the images."""
-    if runs_episodes and isinstance(processing_class, ProcessorMixin):
+def check_images_in_episodes(args: A3POConfig, processing_class: Any, *, runs_episodes: bool) -> None:
+    """Raise `ValueError` for rollouts of several turns with a processor, where the engine cannot be shown images in
+    later turns."""
+    if runs_episodes and isinstance(processing_class, ProcessorMixin) and args.engine == "vllm":
         raise ValueError(
-            f"processing_class is a {type(processing_class).__name__}, and tools, environment_factory or rollout_func "
-            "make rollouts of several turns, which cannot show images yet: pass the tokenizer alone "
-            "(processing_class.tokenizer) for turns of text, or leave the tools out."
+            f"engine='vllm' with a {type(processing_class).__name__}, and tools, environment_factory or rollout_func: "
+            "later turns with images are sampled by the engine of this package alone. Set engine='transformers', or, "
+            "for turns of text, pass processing_class=processor.tokenizer."
         )
 
 

@@ -14,7 +14,7 @@ from transformers import ProcessorMixin
 from trl_a3po.models.image_token import image_token_of
 from trl_a3po.models.unwrap import base_model
 from trl_a3po.protocol.images import PromptImages
-from trl_a3po.rollout.batch_rows import Row
+from trl_a3po.rollout.batch_rows import Row, images_of_row
 from trl_a3po.rollout.prompt_stream import TokenizedPrompt
 
 if TYPE_CHECKING:
@@ -118,13 +118,13 @@ def check_processor(processor: Any, model: Any, fields: Mapping[str, torch.Tenso
         )
 
 
-def check_fields(trainer: "A3POTrainer", token_ids: Sequence[int], images: PromptImages | None) -> None:
+def check_fields(processor: Any, model: Any, token_ids: Sequence[int], images: PromptImages | None) -> None:
     """Raise `UnusableImages` unless the tokens of a prompt have one image token for each feature that the model makes
     of its images, and `ValueError` for a family of models whose number of features is not known."""
-    found = image_token_count(trainer, token_ids)
-    expected = 0 if images is None else feature_count(trainer.processing_class, images)
+    found = image_token_count(model.config, token_ids)
+    expected = 0 if images is None else feature_count(processor, images)
     if images is not None:
-        check_processor(trainer.processing_class, trainer.model, images.fields)
+        check_processor(processor, model, images.fields)
     if found == expected:
         return
     shown = 0 if images is None else len(images.images)
@@ -139,9 +139,9 @@ def check_fields(trainer: "A3POTrainer", token_ids: Sequence[int], images: Promp
     )
 
 
-def image_token_count(trainer: "A3POTrainer", token_ids: Sequence[int]) -> int:
-    """How many tokens of a prompt stand for images."""
-    image_token = image_token_of(trainer.model.config)
+def image_token_count(config: Any, token_ids: Sequence[int]) -> int:
+    """How many tokens of a prompt stand for images, for the model with this configuration."""
+    image_token = image_token_of(config)
     return sum(token == image_token for token in token_ids)
 
 
@@ -149,7 +149,7 @@ def overlong_images(trainer: "A3POTrainer", prompt: TokenizedPrompt) -> str | No
     """How to shorten a prompt with images, in words; `None` for a prompt without images."""
     if prompt.images is None:
         return None
-    count, images = image_token_count(trainer, prompt.token_ids), prompt.images.images
+    count, images = image_token_count(trainer.model.config, prompt.token_ids), prompt.images.images
     sizes = ", ".join(f"{image.width} x {image.height}" for image in images[:4]) + (", …" if len(images) > 4 else "")
     size = trainer.processing_class.image_processor.to_dict().get("size")
     return (
@@ -206,7 +206,7 @@ def check_prepared_images(batch: Mapping[str, Any], images: Sequence[PromptImage
 def check_mixed_images(rows: Sequence[Row], *, partitioned: bool) -> None:
     """Raise `ValueError` for a batch of which only some rows have images where the weights are partitioned over
     processes: one whose rows have none would not help the others to gather the weights of the vision tower."""
-    without = sum(group.prompt.images is None for group, _ in rows)
+    without = sum(images_of_row(row) is None for row in rows)
     if partitioned and 0 < without < len(rows):
         raise ValueError(
             f"{without} of the {len(rows)} rows of a batch have no images, which DeepSpeed ZeRO-3 and FSDP cannot "

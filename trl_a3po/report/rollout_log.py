@@ -28,7 +28,7 @@ from trl_a3po.distributed.team import Team
 from trl_a3po.protocol.records import Group
 from trl_a3po.report.timeline import Timeline
 from trl_a3po.report.token_texts import TokenTexts
-from trl_a3po.rollout.batch_rows import Row, prompt_ids_of
+from trl_a3po.rollout.batch_rows import Row, images_of_row, prompt_ids_of
 
 NAME = "rollouts.jsonl"
 MOST_TOKENS = 2000  # of a completion, and of a prompt
@@ -137,7 +137,7 @@ class RolloutLog:
             "finish_reason": rollout.finish_reason,
             "length": len(rollout.token_ids),
             "prompt_length": len(prompt),
-            **({} if group.prompt.images is None else {"images": len(group.prompt.images.images)}),
+            **({} if (images := images_of_row(row)) is None else {"images": len(images.images)}),
             "prompt_text": self._texts.text(prompt[-MOST_TOKENS:]),
             "rewards": dict(zip(self._reward_names, map(_number, reward), strict=True)),
             "tokens": self._texts.each(token_ids),

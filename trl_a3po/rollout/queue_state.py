@@ -7,11 +7,10 @@ place in the order.
 """
 
 import hashlib
-import sys
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from trl_a3po.protocol.images import PromptImages
+from trl_a3po.protocol.images import PromptImages, is_image
 from trl_a3po.protocol.records import Rollout, Score
 from trl_a3po.rollout.outcomes import Outcomes
 
@@ -114,7 +113,6 @@ def _described(value: Any) -> Any:
         return [_described(item) for item in value]
     if isinstance(value, dict):
         return {key: _described(item) for key, item in value.items()}
-    pil = sys.modules.get("PIL.Image")  # which is imported wherever there is an image
-    if pil is None or not isinstance(value, pil.Image):
+    if not is_image(value):
         return value
     return value.mode, value.size, hashlib.sha256(value.tobytes()).hexdigest()

@@ -23,6 +23,7 @@ from trl_a3po.checks.data import (
     streamed,
 )
 from trl_a3po.checks.images import UnusableImages, UnusablePrompt, overlong_images
+from trl_a3po.episodes.templates import NO_PROMPT
 from trl_a3po.rollout.left_out import LeftOut
 from trl_a3po.rollout.prompt_stream import TokenizedPrompt
 from trl_a3po.session.prompt_images import tokenized_with_images
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST_ROWS = 8  # of which one has to be usable: if none is, the processor or the chat template is at fault
-NO_PROMPT = [{"role": "user", "content": ""}]  # of a row whose prompt comes from its environment, as in TRL
 
 
 class NumberedRow(NamedTuple):
