@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import save
 
 from tests.fuzz import damaged, damaged_json
 from tests.rollout.queue_fakes import make_rollout
@@ -23,6 +24,7 @@ from trl_a3po.checkpoints.queue_codec import encode_state
 from trl_a3po.checkpoints.saved_run import read_run, read_slices
 from trl_a3po.cli import train as command
 from trl_a3po.engines.vllm.servers.completions import parse_prompt_score, parse_score
+from trl_a3po.engines.vllm.servers.extension.a3po_images import unpacked
 from trl_a3po.engines.vllm.servers.http import AnswerFault, Call, HttpFault
 from trl_a3po.engines.vllm.servers.token_chunks import parse_answer
 from trl_a3po.episodes.chat_completions import Refused, read_messages, read_request
@@ -44,7 +46,7 @@ SEED = 0
 
 @pytest.fixture(params=[1, pytest.param(13, marks=pytest.mark.slow)], ids=["few", "many"])
 def count(request):
-    """How many inputs for a usual number of them: 6,220 in all tests here, or 80,860."""
+    """How many inputs for a usual number of them: 7,220 in all tests here, or 93,860."""
     return lambda usual: usual * request.param
 
 
@@ -198,6 +200,18 @@ def test_an_answer_of_a_server_is_what_was_asked_for_or_a_fault(count):
             assert found is None or all(isinstance(logp, int | float) for logp in found)
 
     assert fuzz(count(3000), one, AnswerFault) > 0
+
+
+def test_images_that_a_server_is_sent_are_arrays_or_refused(count):
+    fields = {"field.pixel_values": torch.arange(12.0).view(3, 4), "field.grid": torch.tensor([[1, 2, 2]])}
+    body = save({"sizes": torch.tensor([[20, 16], [12, 12]]), **fields})
+
+    def one(noise):
+        images, found = unpacked(damaged(body, noise))
+        assert images and all(image.ndim == 3 for image in images)
+        assert all(isinstance(field, torch.Tensor) for field in found.values())
+
+    assert fuzz(count(1000), one, ValueError) > 0
 
 
 def test_a_call_ends_in_an_answer_or_a_fault_whatever_the_server_sends(count):

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.runs import RunsAhead, build, logged
 from tests.tiny import save_tiny_model
-from trl_a3po.engines.vllm.process.weight_names import base_weights
+from trl_a3po.engines.vllm.weight_names import base_weights
 from trl_a3po.models.replica import build_replica, load_update, named_weights
 from trl_a3po.protocol.weights import WeightUpdate
 from trl_a3po.publish.collect import collect_weights, policy_spec

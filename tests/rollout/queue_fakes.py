@@ -8,7 +8,6 @@ from itertools import count, islice
 from trl_a3po.protocol.engine import EngineStats, GroupFailed, GroupFinished
 from trl_a3po.protocol.records import Rollout, Score
 from trl_a3po.protocol.weights import WeightUpdate
-from trl_a3po.rollout.left_out import LeftOut
 from trl_a3po.rollout.prompt_stream import PromptStream, TokenizedPrompt
 
 
@@ -18,14 +17,14 @@ def make_rollout(versions):
     )
 
 
-def make_prompts(number=None, tokenize=lambda row: [1, row["number"]], **options):
+def make_prompts(number=None, tokenize=lambda row: [1, row["number"]]):
     """A stream of `number` prompts, or one without an end."""
 
     def prompt(row):
-        made = tokenize(row)
-        return made if isinstance(made, LeftOut) else TokenizedPrompt(made)
+        token_ids = tokenize(row)
+        return None if token_ids is None else TokenizedPrompt(token_ids)
 
-    return PromptStream(({"number": n} for n in (count() if number is None else range(number))), prompt, **options)
+    return PromptStream(({"number": n} for n in (count() if number is None else range(number))), prompt)
 
 
 def zero_score(group):

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.queue_codec import decode_state
-from trl_a3po.checkpoints.saved_images import files_in
 from trl_a3po.rollout.queue_state import QueueState
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -47,7 +46,6 @@ class SavedRun:
         slices: the tensors of each slice of the current generation batch, `None` for a slice that is not needed again;
             `None` between two batches.
         logs: the completions of that batch.
-        images: of the episodes in the queue, as files of PNG.
     """
 
     policy_version: Count
@@ -59,7 +57,6 @@ class SavedRun:
     queue: QueueState
     slices: list[list[str] | None] | None
     logs: dict[str, list[Any] | dict[str, list[Any]]]
-    images: list[bytes]
 
 
 def read_run(folder: Path) -> SavedRun:
@@ -70,10 +67,9 @@ def read_run(folder: Path) -> SavedRun:
     """
     with as_damage(folder):
         values = checkpoint.read_json(folder / checkpoint.STATE)
-        tensors = checkpoint.read_tensors(folder / checkpoint.GROUPS)
-        queue = decode_state(values["queue"], tensors)
+        queue = decode_state(values["queue"], checkpoint.read_tensors(folder / checkpoint.GROUPS))
         plain = {name: value for name, value in values.items() if name != "format"}
-        run = SavedRun(**{**plain, "queue": queue}, images=files_in(tensors))
+        run = SavedRun(**{**plain, "queue": queue})
         msgspec.convert(msgspec.to_builtins(run, str_keys=False), SavedRun)  # checks every type
         return run
 

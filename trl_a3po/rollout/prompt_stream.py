@@ -1,18 +1,16 @@
 """The prompt stream: dataset rows in, tokenised prompts out, with a cursor.
 
 Guarantees: only the thread that calls `fill` reads and tokenises rows (the main thread: datasets and tokenizers are
-not thread-safe); prompts come out in the order of the rows, each once, with the number of their row; every row that
-is left out is counted once, also in a run that is resumed.
+not thread-safe); prompts come out in the order of the rows, each once, with the number of their row.
 """
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from trl_a3po.protocol.images import PromptImages
 from trl_a3po.protocol.records import Prompt
-from trl_a3po.rollout.left_out import LeftOut, reasons_in_words
 
 LEFT_OUT_IN_A_ROW = 1000  # with none that fits among so many rows, the settings are wrong and not the rows
 
@@ -30,35 +28,27 @@ class PromptStream:
 
     Args:
         source: dataset rows in training order, over all epochs.
-        tokenize: row -> its prompt, or why the row is left out.
+        tokenize: row -> its prompt, or `None` to leave the row out.
         first_row: number of the first row of `source`; earlier rows are not needed any more.
         with_tokens: row, token ids -> the prompt of a row that was tokenised in an earlier run.
-        row_left_out: called with the number of each row that is left out, and why it is.
-
-    Attributes:
-        left_out: reason -> how many rows of the run were left out for it so far.
     """
 
     def __init__(
         self,
         source: Iterator[dict[str, Any]],
-        tokenize: Callable[[dict[str, Any]], TokenizedPrompt | LeftOut],
+        tokenize: Callable[[dict[str, Any]], TokenizedPrompt | None],
         first_row: int = 0,
         with_tokens: Callable[[dict[str, Any], list[int]], TokenizedPrompt] = lambda row, ids: TokenizedPrompt(ids),
-        row_left_out: Callable[[int, LeftOut], None] = lambda number, left_out: None,
     ):
         self._source = source
         self._tokenize = tokenize
         self._with_tokens = with_tokens
-        self._row_left_out = row_left_out
         self._buffer: deque[Prompt] = deque()
         self._row: dict[str, Any] | None = None  # read and not yet tokenised: a row that raises is not skipped
         self._tokenised = first_row
         self.cursor = first_row
         self.source_ended = False
-        self.left_out: Counter[str] = Counter()
-        self._in_a_row: Counter[str] = Counter()  # of those, since the last row that was not left out
-        self._ahead: list[tuple[int, str]] = []  # of those, the numbers and reasons of which some are after the cursor
+        self._left_out = 0  # rows since the last one that was not left out
 
     @property
     def buffered(self) -> int:
@@ -69,11 +59,6 @@ class PromptStream:
     def exhausted(self) -> bool:
         """No prompt is left, neither buffered nor in the source."""
         return self.source_ended and not self._buffer
-
-    @property
-    def left_out_before_cursor(self) -> dict[str, int]:
-        """`left_out` without the rows that a run which continues at the cursor reads again. Main thread only."""
-        return dict(self.left_out - Counter(reason for number, reason in self._ahead if number >= self.cursor))
 
     def fast_forward(self, cursor: int, prompts: Mapping[int, list[int] | None]) -> dict[int, Prompt]:
         """Skip the rows up to `cursor`, and return the prompts of those whose numbers are in `prompts`, with the
@@ -93,11 +78,11 @@ class PromptStream:
             if self.cursor in prompts:
                 saved = prompts[self.cursor]
                 made = self._tokenize(row) if saved is None else self._with_tokens(row, list(saved))
-                if isinstance(made, LeftOut):
+                if made is None:
                     raise ValueError(
                         f"Row {self.cursor} of the prompt stream had been begun when the checkpoint was saved, and "
-                        "cannot be used any more: resume with the data, the chat template and the processor of that "
-                        f"run. {made.text}"
+                        "does not fit any more: resume with the chat template and the max_completion_length of that "
+                        "run."
                     )
                 found[self.cursor] = Prompt(self.cursor, row, *made)
             self.cursor += 1
@@ -119,10 +104,10 @@ class PromptStream:
                     self.source_ended = True
                     return
             made = self._tokenize(self._row)
-            if isinstance(made, LeftOut):
-                self._leave_out_row(made)
+            if made is None:
+                self._leave_out_row()
                 continue
-            self._in_a_row.clear()
+            self._left_out = 0
             if not made.token_ids:
                 raise ValueError(
                     f"Row {self._tokenised} of the prompt stream has an empty prompt after tokenisation, and nothing "
@@ -132,19 +117,13 @@ class PromptStream:
             self._tokenised += 1
             self._row = None
 
-    def _leave_out_row(self, left_out: LeftOut) -> None:
-        if self._in_a_row.total() + 1 >= LEFT_OUT_IN_A_ROW:
-            counts = self._in_a_row + Counter([left_out.reason])
+    def _leave_out_row(self) -> None:
+        self._left_out += 1
+        if self._left_out >= LEFT_OUT_IN_A_ROW:
             raise ValueError(
-                f"{counts.total()} rows in a row are left out ({reasons_in_words(counts)}), up to row "
-                f"{self._tokenised} of the prompt stream, so that nothing is left to train on. The last one: "
-                f"{left_out.text}"
+                f"{self._left_out} rows in a row have prompts that do not fit, up to row {self._tokenised} of the "
+                "prompt stream: shorten the prompts, or lower max_completion_length."
             )
-        self.left_out[left_out.reason] += 1
-        self._in_a_row[left_out.reason] += 1
-        self._ahead = [row for row in self._ahead if row[0] >= self.cursor]
-        self._ahead.append((self._tokenised, left_out.reason))
-        self._row_left_out(self._tokenised, left_out)
         self._tokenised += 1
         self._row = None
 

@@ -33,19 +33,19 @@ def build_engine(args: A3POConfig, device: torch.device, processing_class: Any =
     """The engine that `args` ask for, not yet started; `device` is the trainer's.
 
     Raises:
-        ValueError: `processing_class` is a processor, and the engine samples on servers.
+        ValueError: `processing_class` is a processor, and weights are to reach servers over NCCL.
     """
     if not isinstance(args.engine, str):
         return args.engine
     processor = processing_class if isinstance(processing_class, ProcessorMixin) else None
     if args.engine == "vllm" and args.vllm_server_urls:
-        if processor is not None:
+        if processor is not None and args.vllm_weight_transfer == "nccl":
             raise ValueError(
-                f"vllm_server_urls={args.vllm_server_urls!r} with a {type(processor).__name__}: token ids and images "
-                "cannot be sent to these servers together yet. Leave vllm_server_urls out, so that the trainer runs "
-                "vLLM itself; or, for prompts without images, pass processing_class=processor.tokenizer."
+                f"vllm_weight_transfer='nccl' with a {type(processor).__name__}: the weights of a model that sees "
+                "images reach servers by disk alone. Set vllm_weight_transfer='disk'; or, for prompts without images, "
+                "pass processing_class=processor.tokenizer."
             )
-        return _vllm_servers(args, device)
+        return _vllm_servers(args, device, images=processor is not None)
     devices = [torch.device(name) for name in args.engine_devices] or [device]
     build = partial(_vllm_engine, processor=processor) if args.engine == "vllm" else _transformers_engine
     engines = [build(args, on, device, -(-engine_slots(args) // len(devices))) for on in devices]
@@ -148,15 +148,16 @@ def _vllm_engine(
     )
 
 
-def _vllm_servers(args: A3POConfig, device: torch.device) -> Engine:
+def _vllm_servers(args: A3POConfig, device: torch.device, *, images: bool) -> Engine:
     return VLLMServers(
         args.vllm_server_urls or (),
         folder=Path(args.vllm_weights_dir or Path(args.output_dir) / "vllm"),
         kv_on_publish=args.kv_on_publish,
         kept_versions=args.staleness_bound + 2,
-        transfer=args.vllm_weight_transfer,
+        transfer="disk" if images else args.vllm_weight_transfer,
         trainer_device=device,
         deterministic=args.deterministic,
+        images=images,
         max_prompt_tokens=args.engine_max_prompt_tokens,
         start_timeout=args.vllm_server_timeout,
         request_timeout=args.stall_timeout,

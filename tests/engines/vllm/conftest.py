@@ -47,10 +47,8 @@ def untied_model(tied_model, tmp_path_factory) -> str:
 @contextlib.contextmanager
 def serving(python: str, model: str, folder: Path, *, count: int = 1, **requirements) -> Iterator[list[VLLMServer]]:
     """Servers of `model`, one CPU thread each, ready."""
-    options = {"--max-num-seqs": "16"}
-    requirements = ServerRequirements(
-        model, "float32", 512, 512, ("processed_logprobs",), options=options, **requirements
-    )
+    settings = {"longest": 512, "context": 512, "logprobs_modes": ("processed_logprobs",)} | requirements
+    requirements = ServerRequirements(model, "float32", options={"--max-num-seqs": "16"}, **settings)
     servers = [
         VLLMServer(python, requirements, torch.device("cpu"), folder / f"log-{n}", port=free_port(), threads=1)
         for n in range(count)

@@ -15,6 +15,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from safetensors.torch import load_file
 
+from trl_a3po.engines.vllm.servers.extension.a3po_images import TYPE, unpacked
+
 
 def logp_of(weight: float) -> float:
     return -0.01 * (1.0 + weight)
@@ -51,6 +53,7 @@ class StubServer:
         self.weight = -1.0
         self.tokens = 0
         self.bodies: list[dict] = []
+        self.images: list[tuple[list, dict] | None] = []  # of each body
         self._counts: dict[
             str, list[tuple[int, int]]
         ] = {}  # of open requests: tokens of each sequence, and at its end
@@ -118,6 +121,8 @@ class StubServer:
                     for name, counts in self._counts.items()
                 }
                 return 200, {"open": begun, "answered": list(self._answered)}
+        if path == "/a3po/images" and self.changes.get("images") is not False:
+            return 200, {"refused": self.changes.get("refuses_images")}
         if path == "/server_info" and self.changes.get("dev_mode") is False:
             return 404, "not found"
         return (200, answers[path]) if path in answers else (404, "not found")
@@ -155,6 +160,8 @@ class StubServer:
             return (200, "Success") if self.adapters.pop(body["lora_name"], None) is not None else (404, "not found")
         if path == "/init_weight_transfer_engine":
             return (200, {}) if "init_info" in body else (400, "Missing 'init_info' in request body")
+        if path in ("/reset_encoder_cache", "/reset_mm_cache"):
+            return 200, ""
         if path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
             return 200, {}
         return 404, "not found"
@@ -242,13 +249,16 @@ def _handler(stub: StubServer) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self):
             url = urlsplit(self.path)
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
+            data = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            kind, _, length = self.headers["Content-Type"].partition("; json=")
+            images = unpacked(data[int(length) :]) if kind == TYPE else None
+            body = json.loads(data[: int(length)] if kind == TYPE else data or "{}")
             if url.path == "/v1/completions":
-                self.complete(body)
+                self.complete(body, images)
             else:
                 self.answer(*stub.post(url.path, parse_qs(url.query), body))
 
-        def complete(self, body: dict) -> None:
+        def complete(self, body: dict, images: tuple[list, dict] | None) -> None:
             if stub.weight_of(body["model"]) is None:
                 self.answer(404, f"The model `{body['model']}` does not exist.")
                 return
@@ -256,6 +266,10 @@ def _handler(stub: StubServer) -> type[BaseHTTPRequestHandler]:
                 self.answer(200, self.scores(body))
                 return
             stub.bodies.append(body)
+            stub.images.append(images)
+            if images is not None and "cannot_use_images" in stub.changes:
+                self.answer(400, {"error": {"message": stub.changes["cannot_use_images"]}})
+                return
             fault = stub.faults.pop(0) if stub.faults else None
             if fault == "hang":
                 stub._gone.wait(20)

@@ -4,7 +4,6 @@ import json
 import pickle
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,17 +13,13 @@ from peft import LoraConfig
 
 from tests.engines.vllm import stubbed
 from tests.vision import FAMILIES, picture
-from trl_a3po import A3POConfig
 from trl_a3po.engines.vllm.adapter_support import adapter_obstacle
 from trl_a3po.engines.vllm.process.vllm_engine import VLLMEngine
-from trl_a3po.engines.vllm.process.vllm_images import check_attention, check_places, content_of
-from trl_a3po.engines.vllm.process.weight_names import base_weights
-from trl_a3po.engines.vllm.servers.vllm_servers import VLLMServers
+from trl_a3po.engines.vllm.servers.extension.a3po_features import check_attention, check_places, content_of
+from trl_a3po.engines.vllm.weight_names import base_weights
 from trl_a3po.errors import EngineError
-from trl_a3po.protocol.engine import GroupRequest
 from trl_a3po.protocol.images import PromptImages
 from trl_a3po.publish.collect import policy_spec
-from trl_a3po.session.build_engine import build_engine
 
 IMAGES = PromptImages((picture(0),), {"pixel_values": torch.arange(6.0).view(2, 3), "grid": torch.tensor([[1, 2]])})
 
@@ -50,15 +45,15 @@ def test_attention_within_an_image_is_the_models(both_ways, backend_can, refused
     backend = SimpleNamespace(supports_mm_prefix=lambda: backend_can, get_name=lambda: "CPU_ATTN")
     named = pytest.raises(RuntimeError, match=r"both directions in Gemma3.*CPU_ATTN") if refused else nullcontext()
     with named:
-        check_attention(config, SimpleNamespace(attn_groups=[[SimpleNamespace(backend=backend)]]))
+        check_attention(config, [backend])
 
 
 def test_the_name_of_images_says_what_is_in_them():
-    names = [content_of(IMAGES)]
-    assert content_of(replace(IMAGES, images=(), fields={n: f.clone() for n, f in IMAGES.fields.items()})) == names[0]
+    names = [content_of(IMAGES.fields)]
+    assert content_of({name: field.clone() for name, field in IMAGES.fields.items()}) == names[0]
     pixels = IMAGES.fields["pixel_values"]
     for other in (pixels + 1, pixels.view(3, 2), pixels.double(), pixels.bfloat16()):
-        names.append(content_of(replace(IMAGES, fields={**IMAGES.fields, "pixel_values": other})))
+        names.append(content_of({**IMAGES.fields, "pixel_values": other}))
     assert len(set(names)) == len(names)
 
 
@@ -92,16 +87,6 @@ def test_adapters_of_the_vision_tower_are_not_vllms():
     assert adapter_obstacle(lora, {f"{prefix}language_model.layers.0.self_attn.{end}"}) is None
     for tower in ("visual.blocks.0.attn", "vision_tower.encoder.layers.0.self_attn", "connector.modality_projection"):
         assert "language part alone" in (adapter_obstacle(lora, {f"{prefix}{tower}.{end}"}) or "")
-
-
-def test_servers_are_sent_no_images(tmp_path):
-    args = A3POConfig(output_dir=str(tmp_path), use_cpu=True, engine="vllm", vllm_server_urls=["http://localhost:1"])
-    with pytest.raises(ValueError, match=r"Gemma3Processor.*Leave vllm_server_urls out.*processor\.tokenizer"):
-        build_engine(args, torch.device("cpu"), FAMILIES["gemma3"].processor())
-    with pytest.raises(ValueError, match="Request 7 has images"):
-        VLLMServers(["http://localhost:1"], folder=tmp_path, kept_versions=1).submit(
-            [GroupRequest(7, 7, (5,), 1, images=IMAGES)]
-        )
 
 
 def test_weights_of_a_tower_have_the_names_of_a_checkpoint():

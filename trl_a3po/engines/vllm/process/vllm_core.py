@@ -1,4 +1,5 @@
-"""vLLM's engine core in this process, stepped by hand: with `vllm_images.py`, the code that knows the insides of vLLM.
+"""vLLM's engine core in this process, stepped by hand: with the extensions of a server, the code that knows the
+insides of vLLM.
 
 Guarantees:
 
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trl_a3po.engines.vllm.process.vllm_images import ImageFeatures, of_sequence
+from trl_a3po.engines.vllm.servers.extension.a3po_features import ImageFeatures, check_attention, of_sequence
 from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.images import PromptImages
 
@@ -77,7 +78,8 @@ class VLLMCore:
         self._adapters = adapters
         self._images: ImageFeatures | None = None
         if images:
-            self._images = ImageFeatures(engine.vllm_config.model_config, self._worker.model_runner)
+            self._images = ImageFeatures(engine.vllm_config.model_config)
+            check_attention(engine.vllm_config.model_config, self._backends())
         self._versions: deque[int] = deque()  # of the batches under way
         self.version = 0
 
@@ -93,7 +95,7 @@ class VLLMCore:
             return []
         if self._images is None:
             raise ValueError("A prompt has images, but vLLM was started without a processor, so it reads none.")
-        return self._images.of(token_ids, images)
+        return self._images.of(token_ids, images.images, images.fields)
 
     def add(self, key: str, token_ids: Sequence[int], params: Any, salt: str, features: Sequence[Any] = ()) -> None:
         """Begin a sequence after `token_ids`. Prefixes are shared among sequences with the same `salt`.
@@ -161,6 +163,10 @@ class VLLMCore:
             # What `EngineCore.reset_encoder_cache` does, which warns of sequences under way.
             self._core.scheduler.reset_encoder_cache()
             self._core.model_executor.reset_encoder_cache()
+
+    def _backends(self) -> list[Any]:
+        """Of the attention of all layers."""
+        return [group.backend for groups in self._worker.model_runner.attn_groups for group in groups]
 
     @property
     def _worker(self) -> Any:

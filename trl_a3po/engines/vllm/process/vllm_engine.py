@@ -17,7 +17,7 @@ import torch
 
 from trl_a3po.engines.vllm.adapter_support import adapter_obstacle, rank_option
 from trl_a3po.engines.vllm.process.vllm_worker import Setup
-from trl_a3po.engines.vllm.process.weight_names import NESTED_TOWERS
+from trl_a3po.engines.vllm.weight_names import has_nested_tower
 from trl_a3po.engines.worker_engine import WorkerEngine
 from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import SamplingSettings
@@ -145,7 +145,7 @@ class VLLMEngine(WorkerEngine):
             self._folder,
             self._threads,
             images=self._processor is not None,
-            nested_tower=getattr(getattr(config, "vision_config", None), "model_type", None) in NESTED_TOWERS,
+            nested_tower=has_nested_tower(config),
         )
         return pickle.dumps(setup)
 

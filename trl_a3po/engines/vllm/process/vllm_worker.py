@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_a3po.engines.vllm.process.weight_names import adapter_weights, base_weights
+from trl_a3po.engines.vllm.weight_names import adapter_weights, base_weights
 from trl_a3po.engines.worker_loop import Load, run_worker
 from trl_a3po.workers.channel import Channel
 

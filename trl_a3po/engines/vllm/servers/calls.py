@@ -12,18 +12,24 @@ from typing import Any, NamedTuple
 from trl_a3po.engines.vllm.servers.http import Call, HttpFault
 from trl_a3po.engines.vllm.servers.server import Server
 from trl_a3po.engines.vllm.servers.token_chunks import TokenChunk, parse_answer
+from trl_a3po.protocol.images import PromptImages
 
 _END_TIMEOUT = 2.0  # seconds for the threads to end, all together
 
 
 class CallRequest(NamedTuple):
-    """A call to make to the server at `url`, which is told `name`, with a limit of `timeout` seconds for all of it."""
+    """A call to make to the server at `url`, which is told `name`, with a limit of `timeout` seconds for all of it.
+
+    Args:
+        images: that its prompt shows.
+    """
 
     number: int
     name: str
     url: str
     body: dict[str, Any]
     timeout: float
+    images: PromptImages | None = None
 
 
 class Ended(NamedTuple):
@@ -48,7 +54,7 @@ class Calls:
         self._closed = False
 
     def make(self, request: CallRequest) -> None:
-        call = Server(request.url).completion(request.body, request.timeout, request.name)
+        call = Server(request.url).completion(request.body, request.timeout, request.name, request.images)
         thread = threading.Thread(target=self._run, args=(request, call), name="a3po-vllm-call", daemon=True)
         with self._lock:
             self._calls[request.number] = call, thread

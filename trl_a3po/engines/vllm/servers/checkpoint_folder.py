@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from trl_a3po.engines.vllm.weight_names import base_weights, has_nested_tower
 from trl_a3po.protocol.weights import PolicySpec, WeightUpdate
 
 _TRAINED, _REST = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -32,6 +33,7 @@ class CheckpointFolder:
         self._config = copy.deepcopy(spec.config)
         self._config.dtype = spec.dtype
         self._config.architectures = [spec.model_class.__name__]
+        self._nested_tower = has_nested_tower(spec.config)
         self._number = 0
         self._names: set[str] = set()
         self.folder: Path | None = None
@@ -49,7 +51,7 @@ class CheckpointFolder:
         # One at a time: where weights are spread over processes, the next takes this one's place.
         tensors = {
             name: tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
-            for name, tensor in update.tensors.items()
+            for name, tensor in base_weights(update.tensors, {}, nested_tower=self._nested_tower)
         }
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / _TRAINED, _METADATA)
         if before is None or update.complete:

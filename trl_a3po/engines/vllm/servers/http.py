@@ -11,7 +11,7 @@ import io
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -61,6 +61,7 @@ class Call:
         base_url: such as "http://localhost:8000", with or without a path below which the server answers.
         path: of the request, with its query.
         body: sent as JSON; `None` sends none.
+        packed: makes the content type and the parts of another body, in the thread that reads the answer.
         timeout: seconds for all of it.
         name: of the request, which the server is told.
         clock: of the timeout; `None` stands for one that stands still while this process is stopped.
@@ -73,6 +74,7 @@ class Call:
         path: str,
         body: Any = None,
         *,
+        packed: Callable[[], tuple[str, Sequence[bytes]]] | None = None,
         timeout: float,
         name: str | None = None,
         clock: Callable[[], float] | None = None,
@@ -82,7 +84,8 @@ class Call:
         self._base_url = base_url
         self._method = method
         self._path = path
-        self._body = None if body is None else json.dumps(body).encode()
+        data = [] if body is None else [json.dumps(body).encode()]
+        self._packed = packed or (lambda: ("application/json", data))
         self._timeout = timeout
         self._socket: socket.socket | None = None
         self._ended = False
@@ -111,6 +114,7 @@ class Call:
     def _answer(self) -> Iterator[http.client.HTTPResponse]:
         clock = RunningClock() if self._clock is None else self._clock
         deadline = clock() + self._timeout
+        kind, parts = self._packed()
         connection, below = _connection(self._base_url, min(CONNECT_TIMEOUT, self._timeout))
         try:
             connection.connect()
@@ -118,12 +122,12 @@ class Call:
             if self._ended:
                 raise ConnectionFault(f"The call of {self.named} was ended.")
             connection.sock = _DeadlineSocket(connection.sock, deadline, clock)
-            headers = {"Connection": "close", "Content-Type": "application/json"}
+            headers = {"Connection": "close", "Content-Type": kind, "Content-Length": str(sum(map(len, parts)))}
             if self._name is not None:
                 headers["X-Request-Id"] = self._name
             if key := os.environ.get("VLLM_API_KEY"):
                 headers["Authorization"] = f"Bearer {key}"
-            connection.request(self._method, f"{below}{self._path}", self._body, headers)
+            connection.request(self._method, f"{below}{self._path}", parts or None, headers)
             response = connection.getresponse()
             if response.status != 200:
                 shown = shown_of(response.read(_MOST).decode(errors="replace"))

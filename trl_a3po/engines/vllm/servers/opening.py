@@ -31,6 +31,7 @@ def server_requirements(
     transfer: str | None,
     deterministic: bool,
     counts_tokens: bool,
+    images: bool,
 ) -> ServerRequirements:
     """What the run needs of a server. The arguments are those of `ServerRequirements` and `VLLMServers`."""
     config, longest = spec.config.get_text_config(), (max_prompt_tokens or 1) + sampling.max_new_tokens
@@ -49,6 +50,7 @@ def server_requirements(
         transfer=transfer,
         batch_invariant=deterministic,
         counts_tokens=counts_tokens,
+        images=images,
         shape={name: getattr(config, name) for name in SHAPE if getattr(config, name, None) is not None},
     )
 

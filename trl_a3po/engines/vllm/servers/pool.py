@@ -33,6 +33,7 @@ from trl_a3po.engines.vllm.noise import noise_seed
 from trl_a3po.engines.vllm.servers.calls import CallRequest, Calls, Ended
 from trl_a3po.engines.vllm.servers.completions import completion_body
 from trl_a3po.engines.vllm.servers.http import AnswerFault, ConnectionFault, HttpFault, StatusFault, TimeoutFault
+from trl_a3po.engines.vllm.servers.image_bodies import too_large
 from trl_a3po.engines.vllm.servers.pooled_server import InFlightCall, PooledServer, ServedWeights
 from trl_a3po.engines.vllm.servers.rollout_jobs import Job, JobQueue, PartialGroup
 from trl_a3po.engines.vllm.servers.server import Server, ServerInfo
@@ -275,7 +276,7 @@ class ServerPool:
             return
         for job in self._jobs.due():
             candidates = [m for m in self.members if m.state == "live"]
-            if reason := self._too_long(job, candidates):
+            if reason := _too_large(job) or self._too_long(job, candidates):
                 self._jobs.remove(job)
                 self._fail(job.group, reason)
                 continue
@@ -315,7 +316,9 @@ class ServerPool:
         self._in_flight[call.number] = call
         if self._busy_since is None:
             self._busy_since = time.monotonic()
-        self._calls.make(CallRequest(call.number, call.name, member.server.url, body, self._request_timeout))
+        self._calls.make(
+            CallRequest(call.number, call.name, member.server.url, body, self._request_timeout, request.images)
+        )
 
     def _receive(self, ended: Ended) -> None:
         """What a call brought at its end."""
@@ -432,3 +435,8 @@ class ServerPool:
             raise EngineError(self._error)
         if self._closed:
             raise EngineError("The engine is closed.")
+
+
+def _too_large(job: Job) -> str | None:
+    images = job.group.request.images
+    return None if images is None else too_large(images)

@@ -3,7 +3,8 @@
 Guarantees: a publish returns when every server that can be reached carries the weights; a server that cannot be
 reached, or rejects the weights, is lost to the pool and does not stop the others; a prefix cached under one version is
 never used for another, because every publish has a cache salt of its own. A publish happens on the main thread, and a
-server is brought up by the thread that watches it, both under `pool.changing`.
+server is brought up by the thread that watches it, both under `pool.changing`. Where prompts have images (`images`),
+every publish discards what a server has kept of one, so that no rollout begins with what older weights made of it.
 
 What happens to rollouts in flight (`keeps`):
 
@@ -30,10 +31,11 @@ _SHARED_FOLDER = "It reads them from {folder}, which must be a folder it can see
 class AdapterPublishing:
     """Adapters, each loaded from a folder under a name of its own version."""
 
-    def __init__(self, pool: ServerPool, folders: AdapterFolders, *, keeps: bool):
+    def __init__(self, pool: ServerPool, folders: AdapterFolders, *, keeps: bool, images: bool = False):
         self._pool = pool
         self._folders = folders
         self._keeps = keeps
+        self._images = images
         self.last_bytes = 0
 
     def publish(self, update: WeightUpdate) -> None:
@@ -88,6 +90,8 @@ class AdapterPublishing:
 
     def _load(self, member: PooledServer) -> None:
         member.server.load_adapter(self._folders.newest, str(self._folders.folders[self._folders.newest]))
+        if self._images:
+            member.server.forget_images()
 
     def _interrupt(self, member: PooledServer) -> None:
         self._pool.abort_calls(member, all_of_them=False)
@@ -107,6 +111,7 @@ class WeightsPublishing:
         transfer: how the weights travel from GPU to GPU; `None` if they travel by disk.
         keeps: whether rollouts in flight keep their cache.
         run: the name of the run, which begins each cache salt.
+        images: prompts may have images.
     """
 
     def __init__(
@@ -117,12 +122,14 @@ class WeightsPublishing:
         *,
         keeps: bool,
         run: str,
+        images: bool = False,
     ):
         self._pool = pool
         self._folder = folder
         self._transfer = transfer
         self._keeps = keeps
         self._run = run
+        self._images = images
         self._number = 0
         self.last_bytes = 0
 
@@ -179,6 +186,8 @@ class WeightsPublishing:
 
     def _reload(self, member: PooledServer) -> None:
         member.server.reload_weights(str(self._folder.folder))
+        if self._images:
+            member.server.forget_images()
 
     def _pause(self, member: PooledServer) -> None:
         if self._keeps:

@@ -5,11 +5,17 @@ Guarantees: each method is one call with a limit, raising `HttpFault`; nothing i
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from trl_a3po.engines.vllm.servers.http import AnswerFault, Call, StatusFault, fetch_json, server_url
+from trl_a3po.engines.vllm.servers.image_bodies import with_images
+from trl_a3po.protocol.images import PromptImages
 
-COUNTS = "/a3po/token_counts"
+COUNTS, IMAGES = "/a3po/token_counts", "/a3po/images"
+NO_EXTENSION = (
+    "it lacks the extension a3po_images.py, which PYTHONPATH has to reach, with a3po_features.py, on its machine"
+)
 CONTROL_TIMEOUT = 30.0  # seconds for what takes a server no time
 LOAD_TIMEOUT = 300.0  # seconds for loading weights
 
@@ -30,6 +36,7 @@ class ServerInfo:
         transfer: backend of its `--weight-transfer-config`, or `None`.
         batch_invariant: whether a sequence's bits do not depend on what else it decodes.
         counts_tokens: whether it has the extension `a3po_server.py`.
+        no_images: why its prompts cannot have images; `None` if they can, by the extension `a3po_images.py`.
         dev_mode: whether it has the endpoints that `VLLM_SERVER_DEV_MODE=1` opens; without them most of the above is
             unknown.
         adapters: names of the adapters it has loaded.
@@ -46,6 +53,7 @@ class ServerInfo:
     transfer: str | None = None
     batch_invariant: bool = False
     counts_tokens: bool = False
+    no_images: str | None = NO_EXTENSION
     dev_mode: bool = False
     serves: str = ""
     adapters: tuple[str, ...] = ()
@@ -85,8 +93,12 @@ class Server:
     def __init__(self, url: str):
         self.url = server_url(url)
 
-    def completion(self, body: dict[str, Any], timeout: float, name: str | None = None) -> Call:
-        return Call(self.url, "POST", "/v1/completions", body, timeout=timeout, name=name)
+    def completion(
+        self, body: dict[str, Any], timeout: float, name: str | None = None, images: PromptImages | None = None
+    ) -> Call:
+        """The call for completions of a prompt, which shows `images`. With these, it has to have a name."""
+        packed = None if images is None else partial(with_images, body, images)
+        return Call(self.url, "POST", "/v1/completions", body, packed=packed, timeout=timeout, name=name)
 
     def token_counts(self) -> "TokenCounts":
         """How many tokens each named request has. Needs the extension `a3po_server.py`."""
@@ -112,7 +124,8 @@ class Server:
             if fault.status != 404:
                 raise
             return ServerInfo(**known)
-        return ServerInfo(**known, **_configured(info), counts_tokens=self._counts_tokens())
+        counts_tokens, no_images = self._counts_tokens(), self._no_images()
+        return ServerInfo(**known, **_configured(info), counts_tokens=counts_tokens, no_images=no_images)
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:
         """Stop sampling. "keep" leaves sequences and their caches as they are; "abort" ends them as they are, so that
@@ -141,6 +154,12 @@ class Server:
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         self._post("/collective_rpc", body, LOAD_TIMEOUT)
 
+    def forget_images(self) -> None:
+        """Have it read and encode every image anew, which weights that are loaded do not bring about: vLLM keeps what
+        its vision tower made of an image."""
+        self._post("/reset_encoder_cache")
+        self._post("/reset_mm_cache")
+
     def post(self, path: str, body: Any = None, timeout: float = CONTROL_TIMEOUT) -> Any:
         return self._post(path, body, timeout)
 
@@ -155,6 +174,18 @@ class Server:
                 raise
             return False
         return True
+
+    def _no_images(self) -> str | None:
+        try:
+            answer = self._get(IMAGES)
+        except StatusFault as fault:
+            if fault.status not in (404, 405):
+                raise
+            return NO_EXTENSION
+        refused = answer.get("refused", answer) if isinstance(answer, dict) else answer
+        if refused is not None and not isinstance(refused, str):
+            raise AnswerFault(f"{IMAGES} did not answer whether prompts may have images: {str(answer)[:300]}.")
+        return refused
 
     def _get(self, path: str) -> Any:
         return fetch_json(self.url, "GET", path, timeout=CONTROL_TIMEOUT)

@@ -21,6 +21,12 @@ from trl_a3po.errors import EngineError
 
 EXTENSION = Path(__file__).parent / "extension" / "a3po_server.py"
 OLDEST, NEWEST = "0.22", "0.31"
+OLDEST_WITH_IMAGES = "0.31"
+_IMAGE_OPTIONS = {
+    "--limit-mm-per-prompt": json.dumps({"video": 0, "audio": 0}),
+    "--mm-processor-cache-gb": "0",  # vLLM is given what the processor has made,
+    "--no-mm-device-do-normalize": "",  # which is normalised already
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class ServerRequirements:
         transfer: the backend that whole weights come by, or `None` for a checkpoint on disk.
         batch_invariant: a sequence's bits must not depend on what else is decoded.
         counts_tokens: it must say how many tokens each request has, by `a3po_server.py`.
+        images: prompts may have images, which it must take by `a3po_images.py`.
         options: further options of the command.
         shape: numbers of the model's configuration, by name, by which it is told from others.
     """
@@ -51,6 +58,7 @@ class ServerRequirements:
     transfer: str | None = None
     batch_invariant: bool = False
     counts_tokens: bool = False
+    images: bool = False
     options: dict[str, str] = field(default_factory=dict)
     shape: Mapping[str, Any] = field(default_factory=dict)
 
@@ -66,7 +74,7 @@ class ServerRequirements:
 
 def check_server(url: str, info: ServerInfo, requirements: ServerRequirements) -> None:
     """Raise `EngineError` for a server that cannot serve the run, naming all that is missing."""
-    missing = [*_version(info), *_model(info, requirements)]
+    missing = [*_version(info, requirements), *_model(info, requirements)]
     missing += _settings(info, requirements) if info.dev_mode else _no_dev_mode()
     if info.max_model_len < requirements.longest:
         missing.append(
@@ -95,29 +103,39 @@ def server_arguments(requirements: ServerRequirements) -> list[str]:
             "--max-lora-rank": str(rank_option(requirements.max_lora_rank)),
             "--max-loras": str(requirements.max_loras),
         }
-    if requirements.counts_tokens:
-        options["--middleware"] = f"{EXTENSION.stem}.TokenCounts"
+    if requirements.images:
+        options |= _IMAGE_OPTIONS
     if requirements.transfer:
         options["--weight-transfer-config"] = json.dumps({"backend": requirements.transfer})
-    return [requirements.model, *(word for option in options.items() for word in option if word)]
+    extensions = [("--middleware", name) for name in _middleware(requirements)]
+    return [requirements.model, *(word for option in (*options.items(), *extensions) for word in option if word)]
 
 
 def server_environment(requirements: ServerRequirements) -> dict[str, str]:
     """Environment variables that the run needs the server to have."""
     adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if requirements.max_lora_rank else {}
     invariant = {"VLLM_BATCH_INVARIANT": "1"} if requirements.batch_invariant else {}
-    extension = {"PYTHONPATH": str(EXTENSION.parent)} if requirements.counts_tokens else {}
+    extension = {"PYTHONPATH": str(EXTENSION.parent)} if _middleware(requirements) else {}
     return {"VLLM_SERVER_DEV_MODE": "1", **extension, **adapters, **invariant}
 
 
-def _version(info: ServerInfo) -> list[str]:
+def _middleware(requirements: ServerRequirements) -> list[str]:
+    """The extensions that the run needs, from the files in the folder of `EXTENSION`."""
+    needed = {"a3po_server.TokenCounts": requirements.counts_tokens, "a3po_images.Images": requirements.images}
+    return [name for name, is_needed in needed.items() if is_needed]
+
+
+def _version(info: ServerInfo, requirements: ServerRequirements) -> list[str]:
+    oldest = OLDEST_WITH_IMAGES if requirements.images else OLDEST
     try:
         release = Version(info.version).release[:2]
     except InvalidVersion:
         return []  # a build of one's own: what it can do is checked below
-    if Version(OLDEST).release <= release <= Version(NEWEST).release or release < (0, 10):
+    if Version(oldest).release <= release <= Version(NEWEST).release or release < (0, 10):
         return []  # builds from source may call themselves 0.1
-    return [f"it is vLLM {info.version}, and {OLDEST} to {NEWEST} are supported"]
+    if requirements.images:
+        return [f"it is vLLM {info.version}, and prompts with images need {oldest}"]
+    return [f"it is vLLM {info.version}, and {oldest} to {NEWEST} are supported"]
 
 
 def _model(info: ServerInfo, requirements: ServerRequirements) -> list[str]:
@@ -159,6 +177,8 @@ def _settings(info: ServerInfo, requirements: ServerRequirements) -> list[str]:
             "what it samples depends on what else it decodes, which deterministic=True rules out and "
             "VLLM_BATCH_INVARIANT=1 prevents"
         )
+    if requirements.images and info.no_images is not None:
+        missing.append(f"its prompts cannot have images: {info.no_images.removesuffix('.')}")
     if requirements.max_lora_rank:
         return missing + _adapters(info, requirements)
     if requirements.counts_tokens and not info.counts_tokens:

@@ -67,6 +67,7 @@ class VLLMServers:
         deterministic: what is sampled depends on the seed, the request and the weights alone, not on what else a
             server decodes. Needs `VLLM_BATCH_INVARIANT=1` there, on a GPU of compute capability 8.0 or higher, and
             sends a seed with every request: vLLM then draws the noise of each sequence by itself, which is slower.
+        images: prompts may have images. Whole weights then go by disk.
         max_prompt_tokens: longest prompt; `None` leaves that to the servers' context.
         start_timeout: seconds until all servers must be ready.
         request_timeout: seconds for one call.
@@ -84,6 +85,7 @@ class VLLMServers:
         transfer: Setting = "auto",
         trainer_device: torch.device | str = "cpu",
         deterministic: bool = False,
+        images: bool = False,
         max_prompt_tokens: int | None = None,
         start_timeout: float = 600.0,
         request_timeout: float = 600.0,
@@ -99,6 +101,7 @@ class VLLMServers:
         self._transfer = transfer
         self._trainer_device = torch.device(trainer_device)
         self._deterministic = deterministic
+        self._images = images
         self._max_prompt_tokens = max_prompt_tokens
         self._start_timeout = start_timeout
         self._request_timeout = request_timeout
@@ -128,6 +131,7 @@ class VLLMServers:
             transfer=self._transfer if spec.peft_config is None and self._transfer == "nccl" else None,
             deterministic=self._deterministic,
             counts_tokens=self._keeps and spec.peft_config is None,
+            images=self._images,
         )
         self._folder.make()
         try:
@@ -155,12 +159,10 @@ class VLLMServers:
     # --- the protocol -------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Raises `ValueError` for a request with images, of which the servers would read the tokens alone."""
-        if with_images := [request.request_id for request in requests if request.images is not None]:
-            raise ValueError(
-                f"Request {with_images[0]} has images, which are not sent to vLLM servers yet: leave vllm_server_urls "
-                "out, so that vLLM runs in a process of the trainer."
-            )
+        """Raises `ValueError` for a request with images, if prompts were to have none."""
+        with_images = [request.request_id for request in requests if request.images is not None]
+        if with_images and not self._images:
+            raise ValueError(f"Request {with_images[0]} has images, but the engine was built for prompts without.")
         self._started().pool.submit(requests)
 
     def wait(self, timeout: float) -> list[EngineEvent]:
@@ -274,9 +276,12 @@ class VLLMServers:
         )
         if spec.peft_config is None:
             folder = CheckpointFolder(self._root, spec)
-            return _Serving(pool, WeightsPublishing(pool, folder, transfer, keeps=self._keeps, run=self._root.name))
+            publishing = WeightsPublishing(
+                pool, folder, transfer, keeps=self._keeps, run=self._root.name, images=self._images
+            )
+            return _Serving(pool, publishing)
         folders = AdapterFolders(self._root, spec, self._kept_versions)
-        return _Serving(pool, AdapterPublishing(pool, folders, keeps=self._keeps))
+        return _Serving(pool, AdapterPublishing(pool, folders, keeps=self._keeps, images=self._images))
 
     def _publish(self, publishing: AdapterPublishing | WeightsPublishing, update: WeightUpdate) -> None:
         try:

@@ -2,14 +2,18 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Weight = TypeVar("Weight")
 
-NESTED_TOWERS = ("clip_vision_model", "siglip_vision_model")
-"""`model_type` of the vision towers whose weights are a level deeper in checkpoints, and in vLLM, than in the models
-of transformers since 5.0."""
+_NESTED_TOWERS = ("clip_vision_model", "siglip_vision_model")  # by `model_type`
 _TOWER = re.compile(r"(^|\.)vision_tower\.(?!vision_model\.)")
+
+
+def has_nested_tower(config: Any) -> bool:
+    """Whether the weights of the vision tower are a level deeper in checkpoints, and in vLLM, than in the models of
+    transformers since 5.0."""
+    return getattr(getattr(config, "vision_config", None), "model_type", None) in _NESTED_TOWERS
 
 
 def base_weights(
@@ -19,7 +23,7 @@ def base_weights(
 
     Args:
         tied: name -> the name whose weight it shares, for weights that are to appear under both.
-        nested_tower: the vision tower is one of `NESTED_TOWERS`.
+        nested_tower: as `has_nested_tower` says.
     """
     names: dict[str, list[str]] = {}
     for name, source in tied.items():

@@ -1,0 +1,2 @@
+class VLLMValidationError(Exception):
+    pass
