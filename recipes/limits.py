@@ -28,6 +28,16 @@ from trl_a3po.testing import StubEngine, scripted_completion
 
 GENERATIONS, LENGTH, VOCABULARY = 2, 8, 33
 STRAGGLES = 5  # the place of one group in so many that is a straggler
+MADE = {
+    "delivery_check_steps": 0,
+    "use_cpu": True,
+    "bf16": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+"""Settings of every run that is made for its timeline alone."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +144,7 @@ def make_run(name: str, folder: Path, steps: int = 16) -> None:
         gradient_accumulation_steps=1,
         num_generations=GENERATIONS,
         max_completion_length=LENGTH,
-        delivery_check_steps=0,
-        use_cpu=True,
-        bf16=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **{"max_staleness": 2, **dict(run.settings)},
+        **{**MADE, "max_staleness": 2, **dict(run.settings)},
     )
     with TemporaryDirectory() as model:
         save_smoke_model(Path(model))

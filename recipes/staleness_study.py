@@ -15,7 +15,6 @@ fewer tokens are clipped the staler they are, while PPO on the behavior policy (
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
 from itertools import pairwise
@@ -23,7 +22,9 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from matplotlib.figure import Figure
+from learning.report import draw
+from learning.results import Result, columns, summary
+from learning.runs import Run, kept
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -40,13 +41,15 @@ from transformers import (
 from trl_a3po import A3POConfig, A3POTrainer
 
 WORDS, TOKENS, PROMPTS, GENERATIONS = 32, 8, 8, 8
-COLOURS = {"loglinear": "#0072b2", "reuse": "#009e73", "behavior": "#d55e00"}
+METHODS = ("loglinear", "reuse", "behavior")
+TASK = "multiples of 4"
+COLUMNS = ("reward", "entropy", "clipped", "w min", "w max", "r min", "r max", "ESS", "contraction")
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2, 8])
-    parser.add_argument("--methods", nargs="+", choices=COLOURS, default=list(COLOURS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
@@ -79,8 +82,7 @@ def small_policy(seed: int):
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer
 
 
-def run(arguments, method: str, staleness: int, seed: int, folder: str) -> list[dict[str, float]]:
-    """The log of one run, one entry per step."""
+def run(arguments, method: str, staleness: int, seed: int, folder: str) -> Result:
     if arguments.model:
         model, tokenizer = arguments.model, AutoTokenizer.from_pretrained(arguments.model)
     else:
@@ -118,30 +120,8 @@ def run(arguments, method: str, staleness: int, seed: int, folder: str) -> list[
     )
     trainer.remove_callback(PrinterCallback)  # a line for every step
     trainer.train()
-    return [entry for entry in trainer.state.log_history if "reward" in entry]
-
-
-def summary(history: list[dict[str, float]], staleness: int) -> dict[str, float]:
-    """Statistics of the steps after the lag has been reached; reward and entropy are those of the last fifth."""
-    stale, last = history[staleness:], history[-max(1, len(history) // 5) :]
-
-    def mean(entries, key):
-        return statistics.mean(entry[key] for entry in entries)
-
-    widest = max(stale, key=lambda entry: entry["a3po/rho/max"])
-    return {
-        "reward": mean(last, "reward"),
-        "entropy": mean(last, "entropy"),
-        "clipped": mean(stale, "a3po/clip/low") + mean(stale, "a3po/clip/high"),
-        "w min": min(entry["a3po/w/min"] for entry in stale),
-        "w max": max(entry["a3po/w/max"] for entry in stale),
-        "r min": min(entry["a3po/r/min"] for entry in stale),
-        "r max": max(entry["a3po/r/max"] for entry in stale),
-        "ESS": mean(stale, "a3po/ess"),
-        "contraction": math.log(widest["a3po/r/max"]) / math.log(widest["a3po/rho/max"])
-        if widest["a3po/rho/max"] > 1
-        else math.nan,
-    }
+    steps = columns([kept(entry) for entry in trainer.state.log_history if "reward" in entry])
+    return Result(Run(TASK, method, staleness, seed, arguments.learning_rate), steps, {"done": True})
 
 
 def table(results: dict[tuple[str, int], list[dict[str, float]]]) -> Table:
@@ -181,52 +161,20 @@ def verdicts(results: dict[tuple[str, int], list[dict[str, float]]]) -> list[str
     return said
 
 
-def draw(histories: dict[tuple[str, int], list[list[dict[str, float]]]], path: Path) -> None:
-    """Reward, entropy and clipped tokens by step: a column for each staleness, a line for each method."""
-    staleness = sorted({d for _, d in histories})
-    figure = Figure(figsize=(4 * len(staleness), 8), layout="constrained")
-    axes = figure.subplots(3, len(staleness), squeeze=False, sharex=True, sharey="row")
-    panels = (
-        ("reward", lambda entry: entry["reward"]),
-        ("entropy", lambda entry: entry["entropy"]),
-        ("clipped tokens", lambda entry: entry["a3po/clip/low"] + entry["a3po/clip/high"]),
-    )
-    for (method, d), runs in histories.items():
-        for row, (_, value) in enumerate(panels):
-            draw_method(axes[row][staleness.index(d)], method, [[value(entry) for entry in run] for run in runs])
-    for column, d in enumerate(staleness):
-        axes[0][column].set_title(f"staleness {d}", loc="left", fontweight="bold")
-        axes[-1][column].set_xlabel("optimizer step")
-    for row, (name, _) in enumerate(panels):
-        axes[row][0].set_ylabel(name)
-        for panel in axes[row]:
-            panel.spines[["top", "right"]].set_visible(False)
-    axes[0][-1].legend(frameon=False, loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
-def draw_method(axes, method: str, runs: list[list[float]]) -> None:
-    """The mean of the runs at each step, in a band from the smallest to the largest value."""
-    by_step = list(zip(*runs, strict=True))
-    steps, lows, highs = range(1, len(by_step) + 1), [min(values) for values in by_step], [max(v) for v in by_step]
-    axes.fill_between(steps, lows, highs, color=COLOURS[method], alpha=0.15, linewidth=0)
-    means = [statistics.mean(values) for values in by_step]
-    axes.plot(steps, means, color=COLOURS[method], linewidth=1.8, label=method)
-
-
 def main():
     arguments = parse_arguments()
     console, output = Console(width=130), Path(arguments.output)
-    histories: dict[tuple[str, int], list[list[dict[str, float]]]] = {}
+    runs: list[Result] = []
     cells = [(m, d, seed) for d in arguments.staleness for m in arguments.methods for seed in arguments.seeds]
     with tempfile.TemporaryDirectory() as folder:
         for method, staleness, seed in track(cells, description="runs", console=console):
-            history = run(arguments, method, staleness, seed, folder)
-            histories.setdefault((method, staleness), []).append(history)
-    results = {key: [summary(history, key[1]) for history in runs] for key, runs in histories.items()}
-    draw(histories, output / "staleness_study.png")
-    shown = {f"{method}, d {d}": runs for (method, d), runs in results.items()}
+            runs.append(run(arguments, method, staleness, seed, folder))
+    results: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for one in runs:
+        found = summary(one.steps, one.run.staleness)
+        results.setdefault((one.run.method, one.run.staleness), []).append({name: found[name] for name in COLUMNS})
+    draw(runs, TASK, output / "staleness_study.png")
+    shown = {f"{method}, d {d}": seeds for (method, d), seeds in results.items()}
     (output / "staleness_study.json").write_text(json.dumps({"arguments": vars(arguments), "runs": shown}, indent=1))
     console.print(table(results))
     for verdict in verdicts(results):

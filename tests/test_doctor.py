@@ -28,6 +28,11 @@ def slow(completion_ids, **kwargs):
     time.sleep(1.5)
     return [0.0] * len(completion_ids)
 
+def slow_at_first(completion_ids, calls=[], **kwargs):
+    calls.append(0)
+    time.sleep(1.5 if len(calls) == 1 else 0.0)
+    return [0.0] * len(completion_ids)
+
 def hangs(completion_ids, **kwargs):
     time.sleep(30)
 
@@ -183,6 +188,11 @@ def test_a_slow_reward_is_a_warning(folder, capsys):
     assert code == 0 and "WARNING: slow took" in printed and "set reward_workers=" in printed
 
 
+def test_a_reward_is_not_slow_because_of_what_its_first_call_starts(folder, capsys):
+    code, printed = doctor(capsys, folder / "recipe.yaml", "--reward_funcs", "own.py:slow_at_first")
+    assert code == 0 and "rewards: slow_at_first scored a group in 0.0" in printed
+
+
 def timeline(folder, *lines, steps=4, end=True, taken=0.1, scoring=0.0, logged=None, outcome="trained"):
     start = {"kind": "start", "time": 0.0, "run": "r", "version": 0, "resumed": False, "schedule": "async"}
     start |= {"max_staleness": 1, "groups_per_batch": 1, "num_generations": 4}
@@ -211,6 +221,7 @@ def timeline(folder, *lines, steps=4, end=True, taken=0.1, scoring=0.0, logged=N
     ("facts", "words"),
     [
         ({"end": False}, "killed after optimizer step 4"),
+        ({"steps": 0, "end": False}, "still starting, or the process was killed before its first optimizer step"),
         ({"steps": 0}, "ended before its first optimizer step"),
         ({"taken": 0.9}, "Generation-bound: the trainer waited 90% of the time"),
         ({"taken": 0.9, "scoring": 0.9}, "Score more groups at a time (reward_workers)"),
@@ -226,6 +237,17 @@ def test_a_timeline_says_what_went_wrong(tmp_path, capsys, facts, words):
     code, printed = doctor(capsys, timeline(tmp_path, **facts))
     assert words in printed
     assert code == int("PROBLEM" in printed)
+
+
+def test_rows_that_were_left_out_are_counted_once_with_the_last_one(tmp_path, capsys):
+    rows = [(3, "with an overlong prompt"), (5, "with an unreadable image"), (5, "with an unreadable image")]
+    lines = [
+        {"kind": "left_out", "row": row, "dataset_row": row + 10, "reason": reason, "text": f"{row} is bad."}
+        for row, reason in rows
+    ]
+    code, printed = doctor(capsys, timeline(tmp_path, *lines))
+    words = "2 rows of the data were left out (1 with an overlong prompt, 1 with an unreadable image)"
+    assert f"WARNING: {words}. The last one is row 15 of train_dataset: 5 is bad.\n" in printed and code == 0
 
 
 def test_a_run_without_fault_has_no_finding(tmp_path, capsys):

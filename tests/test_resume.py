@@ -558,7 +558,7 @@ def test_another_tokenizer_is_refused(build):
     whole.train()
     resumed = build("resumed", schedule="async", max_steps=4)
     resumed.processing_class.add_tokens(["another"])
-    with pytest.raises(ValueError, match=r"saved with another tokenizer .*vocabulary of the tokenizer="):
+    with pytest.raises(ValueError, match=r"saved with another vocabulary of the tokenizer, in which"):
         resumed.train(resume_from_checkpoint=str(saved(whole, 1)))
 
 

@@ -125,6 +125,7 @@ from trl_a3po.session.build_scorer import (
 )
 from trl_a3po.session.closing import close_after_error, end_with_users_line
 from trl_a3po.session.current_batch import CurrentBatch
+from trl_a3po.session.evaluation import EvaluatedRows
 from trl_a3po.session.image_memory import image_memory
 from trl_a3po.session.loss_inputs import LossInputs
 from trl_a3po.session.prompt_rows import check_all_rows
@@ -257,7 +258,7 @@ class A3POTrainer(ReplayHooks, GRPOTrainer):
         aux_loss = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         check_periodic(args, deepspeed=self.is_deepspeed_enabled, aux_loss=aux_loss)
         check_processing_class(self.processing_class)
-        check_images_in_episodes(self.processing_class, runs_episodes=runs_episodes(self))
+        check_images_in_episodes(args, self.processing_class, runs_episodes=runs_episodes(self))
         check_dataset(args, self.train_dataset, self.processing_class, needs_prompt=not self.environment_factories)
         check_columns(
             "eval_dataset", self.eval_dataset, self.processing_class, needs_prompt=not self.environment_factories
@@ -432,6 +433,8 @@ class A3POTrainer(ReplayHooks, GRPOTrainer):
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, *args: Any, **kwargs: Any
     ) -> DataLoader[Any]:
         make = super()._get_dataloader
+        if description == "Evaluation" and self._is_vlm and isinstance(dataset, Dataset):
+            dataset = EvaluatedRows(dataset)
         if description != "Training" or self._train_rows is None:
             return make(dataset, description, batch_size, sampler_fn, *args, **kwargs)
         counted = counted_dataset(self, self._train_rows, dataset)
@@ -557,7 +560,7 @@ class A3POTrainer(ReplayHooks, GRPOTrainer):
                 self._traces.taken(groups, version)
         if first:
             batch.row_weights.clear()
-            self._rollout_log.begin_batch()
+        self._rollout_log.begin_take(groups, first=first)
         rows = balanced_rows(groups, self._team.size, self.model.config.get_text_config().hidden_size)
         taken = batch.take_share(rows, self._team.rank, self._team.size)
         check_mixed_images(rows, partitioned=self._is_partitioned)

@@ -16,6 +16,7 @@ and are forecast from those rates and from these settings. `error` is that of th
 import argparse
 import json
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from rich.table import Table
 from transformers import TrainerCallback
 
 from trl_a3po import A3POConfig, A3POTrainer
-from trl_a3po.cli.smoke import save_smoke_model, smoke_reward, smoke_rows
+from trl_a3po.cli.smoke import save_smoke_model, smoke_rows
 from trl_a3po.planning.finished_run import FinishedRun, finished_run
 from trl_a3po.planning.forecast import forecast
 from trl_a3po.planning.workload import Fixed
@@ -38,6 +39,9 @@ from trl_a3po.protocol.engine import EngineEvent, GroupFinished, GroupRequest
 from trl_a3po.protocol.records import Rollout
 from trl_a3po.report.timeline import read_timeline
 from trl_a3po.testing import StubEngine
+
+sys.path.append(str(Path(__file__).parents[1]))
+from limits import MADE, delayed_reward
 
 GENERATIONS, LONGEST, VOCABULARY, STEPS = 4, 48, 33, 14
 DECODE_STEP, DECODE_SEQUENCE = 0.006, 0.0004  # seconds of a decode step, and what each sequence adds to it
@@ -159,14 +163,6 @@ class PacedTraining(TrainerCallback):
         trainer.compute_loss = compute_loss
 
 
-def delayed_reward(seconds: float):
-    def reward(completion_ids, **kwargs):
-        time.sleep(seconds)
-        return smoke_reward(completion_ids)
-
-    return reward
-
-
 def make_run(run: Measured, folder: Path, engine: str) -> None:
     """Train, and leave the timeline in `folder`."""
     settings = {
@@ -185,13 +181,7 @@ def make_run(run: Measured, folder: Path, engine: str) -> None:
         engine_slots=run.slots,
         max_steps=STEPS * settings.get("num_iterations", 1),
         learning_rate=1e-7,
-        delivery_check_steps=0,
-        use_cpu=True,
-        bf16=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **MADE,
         **settings,
     )
     with TemporaryDirectory() as model:

@@ -2,14 +2,14 @@
 
     python recipes/benchmarks/many_gpus.py --arms 1+1 3+1 2+2 3z+1          # the default arms
     python recipes/benchmarks/many_gpus.py --arms 3z+1 3z:grpo 3z:grpo:lora # ZeRO-3 beside GRPOTrainer's
-    python recipes/benchmarks/many_gpus.py --arms 2 2z 2z:grpo 2z:lora      # the same on 2 GPUs
+    python recipes/benchmarks/many_gpus.py --arms 2 2z 2z:grpo 2z:lora 2f    # the same on 2 GPUs, and FSDP2
     python recipes/benchmarks/many_gpus.py --shape tiny --arms 1+1 --cpu    # to try the script
 
-An arm `3z+1` trains on 3 GPUs with ZeRO-3 and generates on 1 more; without the `z` it is DDP, and `3z` generates on
-the first of its GPUs while training waits (`schedule="sync"`). After it, `:lora` trains a rank-16 adapter, `:padded`
-pads as TRL does, and `3z:grpo` is GRPOTrainer on 3 GPUs, which is given completions of the same lengths, so that its
-step is training alone: compare it with `train`. Random weights of the shape, bf16, completions of equal length. For an
-arm that times out, the report holds the steps measured before that.
+An arm `3z+1` trains on 3 GPUs with ZeRO-3 and generates on 1 more; with `f` instead of the `z` it is FSDP2, without
+both DDP, and `3z` generates on the first of its GPUs while training waits (`schedule="sync"`). After it, `:lora`
+trains a rank-16 adapter, `:padded` pads as TRL does, and `3z:grpo` is GRPOTrainer on 3 GPUs, which is given
+completions of the same lengths, so that its step is training alone: compare it with `train`. Random weights of the
+shape, bf16, completions of equal length. For an arm that times out, the report holds the steps measured before that.
 
 `step`, `wait` (for a batch), `publish` and `train` (the rest) are seconds; `trainer idle` is the share of a step that
 is `wait`, `engine blocked` that in which `max_staleness` kept the engine from its next prompt; `gathers` are ZeRO-3's
@@ -58,20 +58,21 @@ def parse_arguments():
 
 @dataclass(frozen=True)
 class Arm:
-    """The parts of `3z+1:lora`: processes that train, ZeRO-3 or not, devices that generate, and options."""
+    """The parts of `3z+1:lora`: processes that train, `z` for ZeRO-3 or `f` for FSDP2, devices that generate, and
+    options."""
 
     trains: int
-    zero: bool
+    sharded: str
     generates: int
     options: frozenset[str]
 
     @classmethod
     def of(cls, name: str) -> "Arm":
-        found = re.fullmatch(r"(\d)(z?)(?:\+(\d))?((?::(?:lora|grpo|padded))*)", name)
+        found = re.fullmatch(r"(\d)([zf]?)(?:\+(\d))?((?::(?:lora|grpo|padded))*)", name)
         if found is None:
-            raise ValueError(f"The arm {name!r} is not known: give one like 3+1, 3z+1:lora or 3z:grpo.")
-        trains, zero, generates, options = found.groups()
-        return cls(int(trains), bool(zero), int(generates or 0), frozenset(options.split(":")[1:]))
+            raise ValueError(f"The arm {name!r} is not known: give one like 3+1, 3z+1:lora, 3z:grpo or 2f.")
+        trains, sharded, generates, options = found.groups()
+        return cls(int(trains), sharded, int(generates or 0), frozenset(options.split(":")[1:]))
 
 
 # --- one process of an arm ----------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def train(arguments) -> None:
         "max_steps": arguments.steps + WARM,
         "learning_rate": 1e-6,
         "gradient_checkpointing": arguments.shape not in ("tiny", "small", "0.6b", "1.5b"),
-        "use_cpu": cpu and not arm.zero,
+        "use_cpu": cpu and not arm.sharded,
         "ddp_backend": "gloo" if cpu else "nccl",
         "bf16": not cpu,
         "logging_steps": 1,
@@ -116,10 +117,10 @@ def train(arguments) -> None:
             engine_dtype="float32" if cpu else "bfloat16",
             packed_forward="off" if "padded" in arm.options else "auto",
         )
-    model = random_model(arguments.shape, len(tokenizer), torch.float32 if cpu else torch.bfloat16, arm.zero)
+    model = random_model(arguments.shape, len(tokenizer), torch.float32 if cpu else torch.bfloat16, arm.sharded == "z")
     steps: list[float] = []
     gathers: list[int] = []
-    count = counted_gathers() if arm.zero else lambda: 0
+    count = counted_gathers() if arm.sharded == "z" else lambda: 0
 
     class Gathers(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
@@ -272,7 +273,17 @@ def zero_config() -> dict:
 
 
 def environment(arm: str, folder: Path, cpu: bool) -> dict[str, str]:
-    if not Arm.of(arm).zero:
+    sharded = Arm.of(arm).sharded
+    if sharded == "f":
+        return {
+            "ACCELERATE_USE_FSDP": "true",
+            "ACCELERATE_MIXED_PRECISION": "bf16",
+            "FSDP_VERSION": "2",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            "FSDP_RESHARD_AFTER_FORWARD": "true",
+            "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        }
+    if not sharded:
         return {}
     config = folder / "zero3.json"
     config.write_text(json.dumps(zero_config()))

@@ -24,7 +24,7 @@ import sys
 import torch
 from arms import add_arguments, end_arm, first_token_reward, mean, prompts, run_arms, step_clock, step_notes
 from many_gpus import SHAPES, random_model, word_tokenizer
-from vllm_publish import WARM, common, grpo_with_vllm, saved, serving, timed
+from vllm_publish import WARM, common, grpo_with_vllm, saved, serving
 
 COLUMNS = ("step", "wait", "publish", "publish max", "train", "tokens/s", "length", "trainer idle")
 OPTIONS = {"grpo": {"1"}, "async_grpo": set(), "a3po": {"1", "recompute", "transformers"}}
@@ -162,18 +162,19 @@ def train_async_grpo(arguments, options: set[str]) -> dict[str, float]:
             return attend(q, k, v, *lengths, 0.0, causal, False, scale=softmax_scale)[0]
 
     packing._flash_attn = lambda: Kernel
-    (tokenizer, model), steps, syncs = policy(arguments), [], []
+    (tokenizer, model), steps = policy(arguments), []
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    text = {"content": {"close_pattern": "<eos>", "content": "text"}}
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "fields": text}
     folder = saved(arguments, model, tokenizer)
     context = 2 * arguments.prompt_tokens + arguments.tokens
     settings = common(arguments)
 
     def measured() -> dict[str, float]:
-        history = [entry for entry in trainer.state.log_history if "perf/rollout_wait_s" in entry]
-        waits = [entry["perf/rollout_wait_s"] for entry in history]
-        trained = [entry["sample/trained_tokens_mean"] for entry in history]
-        tokens = [length * arguments.completions for length in trained]
-        return numbers(steps, waits, syncs[1:], tokens) | {"length": mean(trained[WARM:])}
+        names = "perf/rollout_wait_s", "perf/weight_sync_s", "batch/trained_tokens_per_step"
+        history = [entry for entry in trainer.state.log_history if names[0] in entry]
+        lengths = [entry["sample/trained_tokens_mean"] for entry in history[WARM:]]
+        return numbers(steps, *([entry[name] for entry in history] for name in names)) | {"length": mean(lengths)}
 
     with serving(arguments, folder, context) as url:
         args = AsyncGRPOConfig(
@@ -182,6 +183,7 @@ def train_async_grpo(arguments, options: set[str]) -> dict[str, float]:
             vllm_server_base_url=url,
             max_staleness=arguments.max_staleness,
             max_inflight_tasks=arguments.completions * arguments.max_staleness,
+            token_budget=0,  # as many samples to a micro-batch as the other arms have
         )
         args._n_gpu = 1  # the other one is the server's
         rows = prompts(arguments.prompt_tokens, len(tokenizer))
@@ -193,7 +195,6 @@ def train_async_grpo(arguments, options: set[str]) -> dict[str, float]:
             processing_class=tokenizer,
             callbacks=[step_clock(steps), step_notes(arguments, WARM, measured)],
         )
-        trainer._sync_weight = timed(trainer._sync_weight, syncs)
         trainer.train()
     return measured()
 

@@ -19,7 +19,7 @@ _STOP_TIMEOUT = 10.0
 
 
 class VLLMServer:
-    """It answers on the loopback interface alone.
+    """It answers on the loopback interface alone, for the model "policy" and for one with the name of its folder.
 
     Args:
         python: an interpreter that can import vLLM.
@@ -44,8 +44,8 @@ class VLLMServer:
         self._log = log
         model, *options = server_arguments(requirements)
         self._command = [
-            *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
-            *("--host", "127.0.0.1", "--port", str(port), *options),
+            *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
+            *("--served-model-name", "policy", model, "--host", "127.0.0.1", "--port", str(port), *options),
         ]
         ours = os.environ.get("PYTHONPATH", "") if python == sys.executable else ""
         self._environment = worker_environment(threads) | {"PYTHONPATH": ours} | server_environment(requirements)

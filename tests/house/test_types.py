@@ -69,6 +69,7 @@ IMPRECISE = {
     "Episode.begin(prompt)": CONVERSATION,
     "EpisodeRecord.__init__(prompt)": CONVERSATION,
     "EpisodeRecord.__init__(messages)": CONVERSATION,
+    "EpisodeRecord.__init__(images)": "images, or their places in a checkpoint, whose reader does without torch",
     "EpisodeResult.__init__(messages)": CONVERSATION,
     "PolicySpec.__init__(config)": "a configuration of transformers, which the protocol does not import",
 }

@@ -5,9 +5,8 @@ import torch
 
 from tests.images.pictured import size_of
 from tests.vision import FAMILIES, messages, picture
-from trl_a3po.protocol.images import PromptImages
+from trl_a3po.protocol.images import TOKENS, PromptImages
 from trl_a3po.rollout.batch_images import batch_fields
-from trl_a3po.session.prompt_images import TOKENS, as_tensor
 
 COUNTS = [[1, 1, 1], [2, 1, 3], [1, 3]]
 
@@ -23,8 +22,7 @@ def of_each(processor, conversations, pictures):
         made = processor.apply_chat_template(
             [conversation], tokenize=True, return_dict=True, add_generation_prompt=True
         )
-        fields = {name: as_tensor(value) for name, value in made.items() if name not in TOKENS}
-        yield made["input_ids"][0], PromptImages(tuple(those), fields) if those else None
+        yield made["input_ids"][0], PromptImages.made(those, made) if those else None
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)

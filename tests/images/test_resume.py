@@ -80,7 +80,9 @@ def test_groups_whose_images_are_prepared_otherwise_are_sampled_again(tmp_path, 
         **(SETTINGS | settings),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-1"))
-    assert "image processor=" in caplog.text and "its finished groups are sampled again" in caplog.text
+    size = "{'longest_edge': 576, 'shortest_edge': 64} (now {'longest_edge': 64, 'shortest_edge': 64})"
+    words = f"was saved with processing_class.image_processor.size={size}: its finished groups are sampled again"
+    assert words in caplog.text
     before = [group.prompt.token_ids for _, group in whole.groups if group.prompt.images][-1]
     assert len([group.prompt.token_ids for _, group in trainer.groups if group.prompt.images][-1]) < len(before)
 

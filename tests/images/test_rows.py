@@ -1,12 +1,15 @@
 """Rows with images: what a column and a message may hold, what reward functions receive, which rows are refused."""
 
 import io
+import re
 
 import pytest
 from datasets import Dataset, Features, Image, IterableDataset, Value
 from peft import LoraConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.images.pictured import (
+    COMPLETE,
     MESSAGES,
     PicturedGRPOTrainer,
     pictured,
@@ -18,6 +21,7 @@ from tests.images.pictured import (
 from tests.runs import TakeRecorder, logged
 from tests.tiny import tiny_tokenizer
 from tests.vision import FAMILIES, messages, picture
+from trl_a3po.testing import StubEngine
 
 FEW = {"max_steps": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}  # one group
 
@@ -90,10 +94,6 @@ def test_every_prompt_is_prepared_once(tmp_path, monkeypatch):
     assert len(prepared) - at_construction == len(trainer.groups) == 4
 
 
-async def episode(episode):
-    return 0.0
-
-
 BROKEN = {"prompt": questions(1)[0], "image": {"bytes": b"no image", "path": None}}
 LEFT_OUT = {
     "broken": (BROKEN, "An image cannot be read from its bytes: repair or remove the row."),
@@ -125,7 +125,7 @@ def test_a_row_of_a_stream_whose_images_cannot_be_used_is_left_out(tmp_path, cap
         "qwen2_5_vl", tmp_path, TakeRecorder, train_dataset=stream(row, good, good), shuffle_dataset=False, **FEW
     )
     trainer.train()
-    assert f"A row of train_dataset is left out. {words}" in caplog.text
+    assert f"Row 0 that was read from the stream is left out. {words}" in caplog.text
     assert [group.prompt.index for _, group in trainer.groups] == [1]
 
 
@@ -146,8 +146,79 @@ def test_a_row_of_a_decoded_column_whose_image_cannot_be_read_is_left_out(tmp_pa
         "qwen2_5_vl", tmp_path, TakeRecorder, train_dataset=dataset, shuffle_dataset=False, **(FEW | {"max_steps": 2})
     )
     trainer.train()
-    assert f"A row of train_dataset is left out. {words}" in caplog.text
+    assert f"Row 1 of train_dataset is left out. {words}" in caplog.text
     assert [group.prompt.example["prompt"] for _, group in trainer.groups] == [questions(3)[0], questions(3)[2]]
+
+
+def with_files(folder, rows, missing, decoded=True):
+    """Rows with the path of a file each, of which some are missing."""
+    for number in range(rows):
+        if number not in missing:
+            picture(number, 16, 16).save(folder / f"{number}.png")
+    features = Features({"prompt": MESSAGES, "image": Image(decode=decoded)})
+    paths = [str(folder / f"{number}.png") for number in range(rows)]
+    return Dataset.from_dict({"prompt": questions(rows), "image": paths}, features=features)
+
+
+@pytest.mark.parametrize("kind", ["decoded", "as stored", "stream", "stream as stored"])
+def test_the_first_row_is_left_out_as_any_other(tmp_path, kind):
+    data = with_files(tmp_path, 5, {0, 2}, "stored" not in kind)
+    data = data.to_iterable_dataset() if "stream" in kind else data
+    settings = {"train_dataset": data, "shuffle_dataset": False, **(FEW | {"max_steps": 3})}
+    trainer = pictured("qwen2_5_vl", tmp_path, TakeRecorder, **settings)
+    assert ("each, as in the first 4 rows" in trainer.plan()) == ("stream" not in kind)
+    trainer.train()
+    assert [group.prompt.index for _, group in trainer.groups] == [1, 3, 4]
+
+
+def test_a_folder_of_images_that_is_gone_is_said_at_construction(tmp_path):
+    with pytest.raises(ValueError, match=r"None of the first 8 rows .* Row 0: An image cannot be read from .*0\.png"):
+        pictured("qwen2_5_vl", tmp_path, train_dataset=with_files(tmp_path, 9, range(9)))
+
+
+def test_a_folder_of_images_that_disappears_is_the_reason_that_the_run_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_a3po.rollout.prompt_stream.LEFT_OUT_IN_A_ROW", 20)
+    data = with_files(tmp_path, 5, ())
+
+    def deletes_the_images(completion_ids, **kwargs):
+        for path in tmp_path.glob("*.png"):
+            path.unlink()
+        return reward(completion_ids)
+
+    settings = {
+        "train_dataset": data,
+        "reward_funcs": deletes_the_images,
+        "max_staleness": 0,
+        **(FEW | {"max_steps": 9}),
+    }
+    trainer = pictured("qwen2_5_vl", tmp_path, **settings)
+    words = r"20 rows in a row are left out \(20 with an unreadable image\).* An image cannot be read from .*png"
+    with pytest.raises(ValueError, match=words):
+        trainer.train()
+
+
+@pytest.mark.parametrize("decoded", [True, False], ids=["decoded", "as stored"])
+def test_a_row_of_an_evaluation_whose_image_cannot_be_read_is_named(tmp_path, decoded):
+    trainer = pictured(
+        "qwen2_5_vl", tmp_path, eval_dataset=with_files(tmp_path, 4, {2}, decoded), eval_strategy="steps",
+        eval_steps=1, per_device_eval_batch_size=8, **FEW,
+    )  # fmt: skip
+    words = (
+        r"Row 2 of the evaluation dataset: An image cannot be read from .*2\.png.* eval_on_start=True finds such rows"
+    )
+    with pytest.raises(ValueError, match=words):
+        trainer.train()
+
+
+def test_a_row_of_an_evaluation_that_the_processor_refuses_is_no_row_that_is_left_out(tmp_path):
+    row, words = LEFT_OUT["the image token in a text"]
+    data = Dataset.from_list([row], features=Features({"prompt": MESSAGES, "image": Image()}))
+    trainer = pictured(
+        "qwen2_5_vl", tmp_path, eval_dataset=data, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4,
+        **FEW,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=rf"A row of the evaluation dataset: {re.escape(words)}.* not left out"):
+        trainer.train()
 
 
 def test_the_number_of_a_row_with_more_images_than_places_is_said_at_construction(tmp_path):
@@ -167,10 +238,51 @@ def without_placeholder():
     return processor
 
 
+def changed(setting, value):
+    processor = FAMILIES["qwen2_5_vl"].processor()
+    setattr(processor.image_processor, setting, value)
+    return processor
+
+
+def large_pictures():
+    columns = {"prompt": questions(8), "image": [picture(i, 400, 400) for i in range(8)]}
+    return Dataset.from_dict(columns, features=Features({"prompt": MESSAGES, "image": Image()}))
+
+
 REFUSED = {
     "a template without images": (
         {"processing_class": without_placeholder},
         "The processor refuses a prompt and its images: The total number of <|image_pad|> tokens",
+    ),
+    "a model of text": (
+        {"model": lambda: AutoModelForCausalLM.from_config(LlamaConfig(hidden_size=32, num_hidden_layers=1))},
+        "processing_class is a Qwen25Processor, which shows images, but the model's configuration, a LlamaConfig, has "
+        "no image token: pass processing_class.tokenizer",
+    ),
+    "no processor": (
+        {"processing_class": lambda: None},
+        "processing_class was left out, but the model, a Qwen2_5_VLForConditionalGeneration, has no name",
+    ),
+    "the processor of another family": (
+        {"processing_class": FAMILIES["idefics3"].processor},
+        "processing_class is a Idefics3Processor and the model a Qwen2_5_VLForConditionalGeneration, which do not go "
+        "together: the processor makes pixel_attention_mask of images",
+    ),
+    "the processor of a larger sister": (
+        {"processing_class": lambda: changed("patch_size", 8)},
+        "the processor cuts images with patch_size=8, and the model has patch_size=4. Pass the model's own processor",
+    ),
+    "crops": (
+        {"processing_class": lambda: changed("do_pan_and_scan", True)},
+        "processing_class.image_processor.do_pan_and_scan=True cannot hold",
+    ),
+    "images with too many tokens": (
+        {"processing_class": lambda: changed("size", {"shortest_edge": 64, "longest_edge": 400 * 400}),
+         "train_dataset": lambda: large_pictures()},
+        "A prompt of 2506 tokens leaves no room for a completion in the model's context of 256 tokens: 2500 of the "
+        "tokens show its images (400 x 400 pixels). Show fewer or smaller images, or set a smaller processing_class."
+        "image_processor.size (now {'shortest_edge': 64, 'longest_edge': 160000}), where the number of tokens depends "
+        "on it. Or remove the row {'prompt': [{'role': 'user', 'content': 'w0 w1'}], 'image': <image of 400x400 ",
     ),
     "texts": (
         {"train_dataset": lambda: Dataset.from_dict(
@@ -190,18 +302,29 @@ REFUSED = {
         {"train_dataset": lambda: with_one_picture().rename_column("image", "images")},
         "The column 'images' of a row holds a PngImageFile: give a list of images, or name the column 'image'",
     ),
-    "episodes": (
-        {"rollout_func": lambda: episode},
-        "processing_class is a Qwen25Processor, and tools, environment_factory or rollout_func",
-    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("which", REFUSED)
 def test_refused_at_construction(tmp_path, which):
     settings, words = REFUSED[which]
-    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(words)):
         pictured("qwen2_5_vl", tmp_path, **{name: make() for name, make in settings.items()})
+
+
+def test_the_name_of_a_model_of_text_is_refused_with_a_processor(model_path, tmp_path):
+    with pytest.raises(ValueError, match="but the model's configuration, a LlamaConfig, has no image token"):
+        pictured("qwen2_5_vl", tmp_path, model=model_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava_next"])
+def test_the_delivery_check_is_made_on_text(tmp_path, family):
+    engine = StubEngine(COMPLETE)
+    trainer = pictured(family, tmp_path, engine=engine, delivery_check_steps=1, **FEW)
+    scored, score = [], engine.score
+    engine.score = lambda prompt_ids, *rest: scored.append(prompt_ids) or score(prompt_ids, *rest)
+    trainer.train()
+    assert scored and not any(trainer.model.config.image_token_id in ids for ids in scored)
 
 
 COUNTS = [2, 0, 1, 0, 0, 3, 1, 0]

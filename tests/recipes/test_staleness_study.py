@@ -11,6 +11,12 @@ PATH = Path(__file__).parents[2] / "recipes" / "staleness_study.py"
 
 @pytest.fixture(scope="module")
 def study():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(PATH.parent)
+        yield loaded()
+
+
+def loaded():
     spec = importlib.util.spec_from_file_location("staleness_study", PATH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -74,6 +75,13 @@ def test_the_command_writes_a_page_of_several_runs(folder, tmp_path, capsys):
     assert "A3POTrainer (2)" in page and "page.html shows" in capsys.readouterr().out
     assert {"compare-reward", "compare-staleness"} <= charts(page)["compare"].keys()
     assert list((tmp_path / "deep").iterdir()) == [tmp_path / "deep" / "page.html"]
+
+
+def test_the_page_says_how_many_rows_were_left_out_if_any_were(run):
+    left_out = [{"kind": "left_out", "time": 1.0, "row": n, "dataset_row": n, "reason": "<b>"} for n in range(2)]
+    assert "rows left out" not in report_page([run])
+    page = report_page([replace(run, lines=[*run.lines, *left_out])])
+    assert re.search(r"<dt>rows left out</dt>\s*<dd>2 \(2 &lt;b&gt;\)</dd>", page)
 
 
 def test_the_page_has_every_chart_and_loads_nothing(run):

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.runs import RunsAhead, TakeRecorder, build
 from tests.tiny import tiny_tokenizer
 from trl_a3po import A3POConfig
+from trl_a3po.protocol.records import Group, Prompt, Rollout
 from trl_a3po.report.logged_warnings import LoggedWarnings
 from trl_a3po.report.recorded_settings import HIDDEN, recorded_settings
 from trl_a3po.report.rollout_log import NAME, RolloutLog, is_kept
@@ -97,6 +98,44 @@ def test_the_periodic_schedule_keeps_every_rollout(model_path, tmp_path):
     trainer.train()
     expected = {(g.prompt.index, n): r.versions for _, g in trainer.groups for n, r in enumerate(g.rollouts)}
     assert {(row["prompt"], row["rollout"]): row["versions"] for row in rollouts(trainer)} == expected
+
+
+class CountedGathers:
+    """A team of which every process gathers the same."""
+
+    def __init__(self):
+        self.gathers = 0
+
+    def gather(self, value):
+        self.gathers += 1
+        return None
+
+
+@pytest.mark.parametrize("of_this_process", [[], [0]])
+def test_the_processes_meet_after_steps_of_which_something_is_kept_and_no_others(of_this_process):
+    log, team, share = RolloutLog(tiny_tokenizer(), ["reward"]), CountedGathers(), 0.1
+    log.begin_run(share)
+    expected = 0
+    for batch in range(10):
+        groups = [Group(Prompt(4 * batch + i, {}, [5]), [Rollout([6], [-1.0], [0])], None, 0) for i in range(4)]
+        for number, take in enumerate((groups[:2], groups[2:])):
+            log.begin_take(take, first=number == 0)
+        rows = [(groups[i], 0) for i in of_this_process]
+        if rows:
+            log.taken(rows, [0], [[0.5]], {"advantages": torch.zeros(1)}, batch)
+        for _ in range(2):  # optimizer steps of the batch
+            log.write(team, None)
+        expected += 2 * any(is_kept(group.prompt.index, share) for group in groups)
+    assert team.gathers == expected and 0 < expected < 20
+
+
+def test_numbers_are_rounded_to_four_decimals():
+    noise = torch.randn(2000, generator=torch.Generator().manual_seed(0))
+    log = RolloutLog(tiny_tokenizer(), ["reward"])
+    log._untrained = {3: {"tokens": ["a"] * 2000}}
+    log.trained(torch.tensor([3]), 1, policy_logps=noise[None])
+    (kept,) = log._trained
+    assert kept["policy_logps"] == [round(value, 4) for value in noise.tolist()]
 
 
 def test_a_log_prob_that_is_not_a_number_is_null():

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from tests.report.made_lines import FIRST, LINES, batch, group, span, start
+from tests.runs import build
 from trl_a3po.cli.main import main
 from trl_a3po.report import timeline as timeline_module
 from trl_a3po.report import watch as watching
@@ -19,6 +20,7 @@ from trl_a3po.report.timeline import NAME, OLDER, Timeline, read_timeline
 from trl_a3po.report.watch import watch
 from trl_a3po.report.watch_frame import watch_frame
 from trl_a3po.report.watch_view import TAKES, watch_view
+from trl_a3po.testing import StubEngine
 
 SHARES = {"a3po/d0/fraction": 0.25, "a3po/d1/fraction": 0.75}
 QUEUE = {"sampling": 2, "scoring": 1, "ready": 3, "capacity": 8, "blocked": 0.0, "restarts": 0}
@@ -185,6 +187,7 @@ def test_a_frame_fits_into_a_small_terminal(width, ascii_only):
     many = {f"a3po/d{d}/fraction": 1 / 12 for d in range(12)}
     lines += [{"kind": "log", "time": 30.0, "logged": {"step": 5, "reward": 0.5, **many}}]
     lines += [{"kind": "warning", "time": 30.0, "text": "a long warning\n" * 20}]
+    lines += [{"kind": "left_out", "time": 30.0, "row": n, "reason": f"reason {n}"} for n in range(9)]
     shown = printed(watch_view(lines), width, ascii_only=ascii_only)
     assert len(shown) <= 24
     assert max(map(len, shown)) <= width
@@ -207,6 +210,14 @@ def test_a_frame_says_how_far_the_run_is_and_what_limits_it():
         assert part in words
 
 
+def test_a_frame_says_how_many_rows_were_left_out_if_any_were():
+    lines = run_lines(end=False)
+    assert not any("left out" in line for line in printed(watch_view(lines), 100))
+    lines += [{"kind": "left_out", "time": 30.0, "row": n, "reason": "with x" if n else "with y"} for n in range(3)]
+    shown = [" ".join(line.split()) for line in printed(watch_view(lines), 100)]
+    assert "left out 3 rows: 2 with x, 1 with y" in shown
+
+
 def test_a_run_that_says_nothing_any_more_is_said_to_be_silent():
     assert "silent for 5 min" in printed_at(330.0)
     assert "running" in printed_at(35.0)
@@ -217,6 +228,25 @@ def printed_at(now, *, end=False):
     shown = console()
     shown.print(watch_frame(watch_view(run_lines(end)), "run", now, 80))
     return shown.file.getvalue()
+
+
+def test_a_run_that_starts_is_said_to_start_and_not_to_be_silent():
+    again = [*run_lines(), start(time=70.0, resumed=True, version=4)]
+    for lines in ([start(time=70.0)], again):
+        shown = console()
+        shown.print(watch_frame(watch_view(lines), "run", 370.0, 80))
+        assert "starting for 5 min, no step yet" in shown.file.getvalue()
+
+
+def test_a_run_that_starts_its_engine_can_be_watched(model_path, tmp_path):
+    class Starting(StubEngine):
+        def start(self, *arguments):
+            seen.append(printed(watch_view(read_timeline(tmp_path / "A3POTrainer")), 80)[0])
+            super().start(*arguments)
+
+    seen = []
+    build(model_path, tmp_path, engine=Starting(lambda prompt, number: [5, 1]), max_steps=1).train()
+    assert "starting for" in seen[0]
 
 
 @pytest.mark.parametrize("lines", [[start()], [start(), *FIRST], [start(), *FIRST, END]])
@@ -242,7 +272,8 @@ def test_a_folder_without_a_run_ends_with_a_sentence(tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             main(["watch", str(folder), "--once"])
         assert ended.value.code == 2
-        assert "holds no timeline.jsonl: give the output_dir of a run." in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "holds no timeline.jsonl: give the output_dir of a run." in said and "without --once" in said
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from itertools import count, islice
 from trl_a3po.protocol.engine import EngineStats, GroupFailed, GroupFinished
 from trl_a3po.protocol.records import Rollout, Score
 from trl_a3po.protocol.weights import WeightUpdate
+from trl_a3po.rollout.left_out import LeftOut
 from trl_a3po.rollout.prompt_stream import PromptStream, TokenizedPrompt
 
 
@@ -17,14 +18,14 @@ def make_rollout(versions):
     )
 
 
-def make_prompts(number=None, tokenize=lambda row: [1, row["number"]]):
+def make_prompts(number=None, tokenize=lambda row: [1, row["number"]], **options):
     """A stream of `number` prompts, or one without an end."""
 
     def prompt(row):
-        token_ids = tokenize(row)
-        return None if token_ids is None else TokenizedPrompt(token_ids)
+        made = tokenize(row)
+        return made if isinstance(made, LeftOut) else TokenizedPrompt(made)
 
-    return PromptStream(({"number": n} for n in (count() if number is None else range(number))), prompt)
+    return PromptStream(({"number": n} for n in (count() if number is None else range(number))), prompt, **options)
 
 
 def zero_score(group):

@@ -1,6 +1,7 @@
 import pytest
 
 from tests.rollout.queue_fakes import make_prompts
+from trl_a3po.rollout.left_out import LeftOut
 from trl_a3po.rollout.prompt_stream import PromptStream, TokenizedPrompt
 
 
@@ -57,11 +58,41 @@ def test_peeked_prompts_stay_and_a_short_source_gives_what_it_has():
 
 
 def test_a_row_that_is_left_out_leaves_a_gap_in_the_numbers_and_the_cursor():
-    stream = make_prompts(5, tokenize=lambda row: None if row["number"] in (0, 2) else [1])
+    stream = make_prompts(5, tokenize=leaving_out(0, 2))
     stream.fill(9)
     assert [(stream.pop().index, stream.cursor) for _ in range(3)] == [(1, 2), (3, 4), (4, 5)]
 
 
-def test_a_stream_whose_rows_are_all_left_out_says_so():
-    with pytest.raises(ValueError, match="1000 rows in a row have prompts that do not fit"):
-        make_prompts(tokenize=lambda row: None).fill(1)
+def leaving_out(*numbers, reason="too long"):
+    return lambda row: LeftOut(reason, f"{row['number']} is bad") if row["number"] in numbers else [1]
+
+
+def test_a_stream_whose_rows_are_all_left_out_says_why():
+    def tokenize(row):
+        return [1] if row["number"] < 2 else LeftOut("broken" if row["number"] % 4 else "too long", f"{row} is bad")
+
+    stream, expected = (
+        make_prompts(tokenize=tokenize),
+        r"1000 .* \(750 broken, 250 too long\), up to row 1001 .* so that",
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=expected + r" .* The last one: \{'number': 1001\} is bad"):
+            stream.fill(3)
+
+
+def test_every_row_that_is_left_out_is_reported_and_counted():
+    seen = []
+    stream = make_prompts(5, tokenize=leaving_out(1, 3), row_left_out=lambda *row: seen.append(row))
+    stream.fill(9)
+    assert seen == [(1, ("too long", "1 is bad")), (3, ("too long", "3 is bad"))]
+    assert stream.left_out == {"too long": 2}
+
+
+def test_a_row_that_is_left_out_ahead_of_the_cursor_is_not_counted_for_a_run_that_reads_it_again():
+    stream = make_prompts(9, tokenize=leaving_out(1, 3, 7))
+    stream.fill(6)
+    assert stream.left_out_before_cursor == {}
+    for before in ({}, {"too long": 1}, {"too long": 2}):
+        stream.pop()
+        assert stream.left_out_before_cursor == before
+    assert stream.left_out == {"too long": 3}

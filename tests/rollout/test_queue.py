@@ -15,6 +15,7 @@ from tests.rollout.queue_fakes import FakeEngine, make_prompts, update, zero_sco
 from trl_a3po.errors import A3POError, EngineError, GenerationFailed, QueueClosed, RewardError, StallError
 from trl_a3po.protocol.engine import EngineStats
 from trl_a3po.protocol.records import Rejection
+from trl_a3po.rollout.left_out import LeftOut
 from trl_a3po.rollout.queue import EndOfData, GenerationQueue
 from trl_a3po.rollout.take_plan import starves
 
@@ -200,8 +201,17 @@ def test_the_end_of_the_prompts_is_an_end_and_not_a_wait():
     with running(prompts=make_prompts(5)) as queue:
         train(queue, 2)
         queue.publish(update(2))
-        with pytest.raises(EndOfData, match="The prompts ended after 5: 1 are left for take 2, which needs 2"):
+        with pytest.raises(EndOfData, match=r"The prompts ended after 5: 1 are left for take 2, which needs 2\.$"):
             queue.take(2)
+
+
+def test_where_the_prompts_end_the_rows_that_were_left_out_are_counted():
+    prompts = make_prompts(5, tokenize=lambda row: LeftOut("too long", "") if row["number"] % 2 else [1])
+    with running(prompts=prompts) as queue:
+        train(queue, 1)
+        queue.publish(update(1))
+        with pytest.raises(EndOfData, match=r"which needs 2\. Rows left out: 2 too long\.$"):
+            queue.take(1)
 
 
 def test_prompts_are_tokenised_only_by_the_thread_that_takes():

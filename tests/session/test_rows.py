@@ -5,7 +5,10 @@ from datasets import Dataset, IterableDataset
 
 from tests.runs import TakeRecorder, build, logged
 from tests.tiny import tiny_prompts
+from trl_a3po.report.left_out import rows_left_out
+from trl_a3po.report.timeline import read_timeline
 from trl_a3po.session import prompt_rows
+from trl_a3po.session.left_out_rows import WARNINGS
 
 LONG = "w5 " * 128  # all of the model's context
 
@@ -55,10 +58,36 @@ def test_a_row_that_is_made_when_it_is_read_and_does_not_fit_is_left_out(model_p
     trainer = build(model_path, tmp_path, TakeRecorder, **settings)
     trainer.train()
     assert [group.prompt.index for _, group in trainer.groups] == [0, 1, 2, 3, 4, 6, 7, 8]
-    assert "A row of train_dataset is left out. A prompt of 128 tokens" in caplog.text
+    row = "Row 5 that was read from the stream" if kind == "stream" else "Row 5 of train_dataset"
+    assert f"{row} is left out. A prompt of 128 tokens" in caplog.text
     resumed = build(model_path, tmp_path, TakeRecorder, **settings)
     resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
     assert [group.prompt.index for _, group in resumed.groups] == [2, 3, 4, 6, 7, 8]
+    counts = [logged(trainer, "a3po/rows/left_out")[-1], logged(resumed, "a3po/rows/left_out")[-1]]
+    lines = read_timeline(trainer.args.output_dir)
+    assert counts == [1.0, 1.0] and rows_left_out(lines) == {"with an overlong prompt": 1}
+    [facts] = {(line["row"], line["dataset_row"]) for line in lines if line["kind"] == "left_out"}
+    assert facts == (5, None if kind == "stream" else 5)
+
+
+def test_the_number_of_a_row_is_that_of_the_dataset_in_whatever_order_it_is_read(model_path, tmp_path, caplog):
+    data = Dataset.from_list(rows_with_a_long_one(5)).with_transform(lambda batch: batch)
+    trainer = build(model_path, tmp_path, train_dataset=data, max_steps=len(data) // 2)
+    trainer.train()
+    line = read_timeline(trainer.args.output_dir, "left_out")[0]
+    assert line["dataset_row"] == 5 != line["row"]
+    assert "Row 5 of train_dataset is left out." in caplog.text
+
+
+def test_warnings_of_rows_that_are_left_out_are_bounded(model_path, tmp_path, caplog):
+    rows = tiny_prompts().to_list()
+    stream = IterableDataset.from_generator(lambda: iter([{**rows[0], "prompt": LONG}] * 20 + rows))
+    trainer = build(model_path, tmp_path, train_dataset=stream, shuffle_dataset=False, max_steps=1)
+    trainer.train()
+    warnings = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
+    assert len(warnings) == WARNINGS
+    assert warnings[-1].endswith("Further rows with an overlong prompt are counted without a warning.")
+    assert len(read_timeline(trainer.args.output_dir, "left_out")) == 20
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_completion_length": 200}], ids=["", "longer than the context"])

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from tests.runs import ScriptedGRPOTrainer, TakeRecorder, build
 from tests.tiny import tiny_prompts
 from trl_a3po import A3POTrainer
+from trl_a3po.session.prompt_rows import NumberedRow
 from trl_a3po.session.train_rows import CountedStream, TrainRows, UntakenRow, train_rows
 
 
@@ -116,7 +117,7 @@ def counted(number_of_epochs, rows_each, **options):
         for epoch in range(number_of_epochs):
             for number in range(rows_each):
                 read.append((epoch, number))
-                yield {"row": (epoch, number)}
+                yield NumberedRow(None, {"row": (epoch, number)})
             yield None
 
     return read, TrainRows(rows(), **{"batch": 2, "micro_steps": 3, "counted": 0, "kept": True, **options})

@@ -2,6 +2,7 @@
 
 Guarantees: `decode_state(*encode_state(state))` equals `state`, to the last bit of every log-prob and reward. What
 `log_extra` recorded, and what an episode holds, becomes text where JSON has no value for it, such as for a `Decimal`.
+The images of an episode are saved too (`saved_images.py`); the decoded state has their places.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from trl_a3po.checkpoints.saved_images import PLACE, SavedImages
+from trl_a3po.protocol.images import PromptImages, is_image
 from trl_a3po.protocol.records import EpisodeRecord, Rollout, Score
 from trl_a3po.rollout.outcomes import Outcomes
 from trl_a3po.rollout.queue_state import OutstandingState, QueueState
@@ -22,9 +25,10 @@ def encode_state(state: QueueState) -> tuple[dict[str, Any], dict[str, torch.Ten
     `outstanding`.
 
     The tensors are `token_ids`, `logps` (float64) and `versions`, with one entry per token; `lengths`, with the number
-    of tokens of each rollout; and `rewards`, with one row per scored rollout and one column per reward function, NaN
-    where a function returned `None`.
+    of tokens of each rollout; `rewards`, with one row per scored rollout and one column per reward function, NaN where
+    a function returned `None`; and those of `SavedImages`.
     """
+    images = SavedImages()
     rollouts = [rollout for item in state.outstanding for rollout in item.rollouts or ()]
     rewards = [row for item in state.outstanding if item.score is not None for row in item.score.rewards]
     tensors = {
@@ -35,9 +39,9 @@ def encode_state(state: QueueState) -> tuple[dict[str, Any], dict[str, torch.Ten
         "rewards": torch.tensor(rewards, dtype=torch.float64).view(len(rewards), -1 if rewards else 0),
     }
     values = {name: getattr(state, name) for name in SCALARS}
-    values["outcomes"] = asdict(state.outcomes)
-    values["outstanding"] = [_encode_item(item) for item in state.outstanding]
-    return values, tensors
+    values["outcomes"], values["left_out"] = asdict(state.outcomes), state.left_out
+    values["outstanding"] = [_encode_item(item, images) for item in state.outstanding]
+    return values, tensors | images.tensors()
 
 
 def decode_state(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> QueueState:
@@ -55,6 +59,7 @@ def decode_state(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Qu
     return QueueState(
         **{name: values[name] for name in SCALARS},
         outcomes=Outcomes(**values["outcomes"]),
+        left_out=values.get("left_out", {}),  # which earlier versions did not count
         outstanding=[_decode_item(item, rollout_columns, rewards) for item in values["outstanding"]],
     )
 
@@ -81,11 +86,11 @@ def _joined(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> torch.Tenso
     return torch.tensor(list(chain.from_iterable(lists)), dtype=dtype)
 
 
-def _encode_item(item: OutstandingState) -> dict[str, Any]:
+def _encode_item(item: OutstandingState, images: SavedImages) -> dict[str, Any]:
     values = {name: getattr(item, name) for name in ITEM_SCALARS}
     values["failures"] = item.failures
     values["finish_reasons"] = None if item.rollouts is None else [rollout.finish_reason for rollout in item.rollouts]
-    values["episodes"] = None if item.rollouts is None else [_encode_episode(rollout) for rollout in item.rollouts]
+    values["episodes"] = item.rollouts and [_encode_episode(rollout, images) for rollout in item.rollouts]
     score = item.score
     values["score"] = score and {
         "extra_columns": {name: [_as_json(v) for v in values] for name, values in score.extra_columns.items()},
@@ -95,21 +100,27 @@ def _encode_item(item: OutstandingState) -> dict[str, Any]:
     return values
 
 
-def _encode_episode(rollout: Rollout) -> dict[str, Any] | None:
+def _encode_episode(rollout: Rollout, images: SavedImages) -> dict[str, Any] | None:
     episode = rollout.episode
     if episode is None:
         return None
-    return {field.name: _as_json(getattr(episode, field.name)) for field in fields(episode)}
+    values = {field.name: getattr(episode, field.name) for field in fields(episode)}
+    if isinstance(shown := values["images"], PromptImages):
+        values["images"] = [images.place(image) for image in shown.images]
+    return {name: _as_json(value, images) for name, value in values.items()}
 
 
-def _as_json(value: Any) -> Any:
-    """`value` with text in place of everything that JSON does not know; numbers of numpy and torch stay numbers."""
+def _as_json(value: Any, images: SavedImages | None = None) -> Any:
+    """`value` with text in place of everything that JSON does not know; numbers of numpy and torch stay numbers. With
+    `images`, which collects them, places stand for images."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_as_json(item) for item in value]
+        return [_as_json(item, images) for item in value]
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else str(key): _as_json(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else str(key): _as_json(item, images) for key, item in value.items()}
+    if images is not None and is_image(value):
+        return {PLACE: images.place(value)}
     return _as_json(value.tolist()) if isinstance(value, (np.generic, np.ndarray, torch.Tensor)) else str(value)
 
 

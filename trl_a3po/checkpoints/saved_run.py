@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.queue_codec import decode_state
+from trl_a3po.checkpoints.saved_images import files_in
 from trl_a3po.rollout.queue_state import QueueState
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -46,6 +47,7 @@ class SavedRun:
         slices: the tensors of each slice of the current generation batch, `None` for a slice that is not needed again;
             `None` between two batches.
         logs: the completions of that batch.
+        images: of the episodes in the queue, as files of PNG.
     """
 
     policy_version: Count
@@ -57,6 +59,7 @@ class SavedRun:
     queue: QueueState
     slices: list[list[str] | None] | None
     logs: dict[str, list[Any] | dict[str, list[Any]]]
+    images: list[bytes]
 
 
 def read_run(folder: Path) -> SavedRun:
@@ -67,9 +70,10 @@ def read_run(folder: Path) -> SavedRun:
     """
     with as_damage(folder):
         values = checkpoint.read_json(folder / checkpoint.STATE)
-        queue = decode_state(values["queue"], checkpoint.read_tensors(folder / checkpoint.GROUPS))
+        tensors = checkpoint.read_tensors(folder / checkpoint.GROUPS)
+        queue = decode_state(values["queue"], tensors)
         plain = {name: value for name, value in values.items() if name != "format"}
-        run = SavedRun(**{**plain, "queue": queue})
+        run = SavedRun(**{**plain, "queue": queue}, images=files_in(tensors))
         msgspec.convert(msgspec.to_builtins(run, str_keys=False), SavedRun)  # checks every type
         return run
 

@@ -11,15 +11,18 @@ from typing import Any
 import cloudpickle
 from accelerate.utils import is_compiled_module
 from peft import PeftModel
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import AutoConfig, PreTrainedModel, ProcessorMixin
 from trl.trainer.utils import get_callable_name
 
+from trl_a3po.checks.images import check_shows_images
 from trl_a3po.checks.policy import check_parallelism
 from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_engine import check_engine
 from trl_a3po.models.unwrap import base_model
 from trl_a3po.rewards.messages import pickled_functions
 from trl_a3po.rewards.scorer import is_async
+
+CONFIG_KWARGS = ("revision", "trust_remote_code", "cache_dir", "token", "local_files_only", "subfolder")
 
 
 def check_arguments(
@@ -45,6 +48,13 @@ def check_arguments(
     check_processing_class(processing_class)
     if not isinstance(model, str):
         _check_model_object(model)
+        if processing_class is None and not model.config._name_or_path:
+            raise ValueError(
+                f"processing_class was left out, but the model, a {type(model).__name__}, has no name to load its "
+                "tokenizer by, because it was built from a configuration: pass processing_class."
+            )
+    if isinstance(processing_class, ProcessorMixin):
+        check_shows_images(processing_class, _config_of(model, args))
     for func in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if func is not None and not isinstance(func, str) and not callable(func):
             raise TypeError(
@@ -61,13 +71,14 @@ def check_processing_class(processing_class: Any) -> None:
         )
 
 
-def check_images_in_episodes(processing_class: Any, *, runs_episodes: bool) -> None:
-    """Raise `ValueError` for rollouts of several turns with a processor, whose later turns would lose the images."""
-    if runs_episodes and isinstance(processing_class, ProcessorMixin):
+def check_images_in_episodes(args: A3POConfig, processing_class: Any, *, runs_episodes: bool) -> None:
+    """Raise `ValueError` for rollouts of several turns with a processor, where the engine cannot be shown images in
+    later turns."""
+    if runs_episodes and isinstance(processing_class, ProcessorMixin) and args.engine == "vllm":
         raise ValueError(
-            f"processing_class is a {type(processing_class).__name__}, and tools, environment_factory or rollout_func "
-            "make rollouts of several turns, which cannot show images yet: pass the tokenizer alone "
-            "(processing_class.tokenizer) for turns of text, or leave the tools out."
+            f"engine='vllm' with a {type(processing_class).__name__}, and tools, environment_factory or rollout_func: "
+            "later turns with images are sampled by the engine of this package alone. Set engine='transformers', or, "
+            "for turns of text, pass processing_class=processor.tokenizer."
         )
 
 
@@ -153,6 +164,14 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # of a function without a signature
         return {}
+
+
+def _config_of(model: Any, args: A3POConfig) -> Any:
+    """The configuration of a model, or of the model with this name, as TRL will load it."""
+    if not isinstance(model, str):
+        return model.config
+    given = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    return AutoConfig.from_pretrained(model, **{name: given[name] for name in CONFIG_KWARGS if name in given})
 
 
 def _check_rollout_func(rollout_func: Any, **others: Any) -> None:

@@ -4,6 +4,7 @@ Guarantees: an error about a row shows that row, and its number where the datase
 rows hold, not what the dataset says of its columns; nothing is changed.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,11 +16,41 @@ from trl_a3po.checks.images import UnusablePrompt, check_placeholders
 from trl_a3po.config import A3POConfig
 
 IMAGES = ("images", "image")  # columns, the first of which TRL reads
+UNDECODABLE = (OSError, ValueError, SyntaxError, ImportError)  # an image that is gone or broken, or an address
+PIL_IMAGE = re.compile(r"<PIL\.[^>]* size=(\d+x\d+)[^>]*>")  # its repr
 OTHER_MEDIA = ("video", "videos", "audio", "audios")
 
 
 class OverlongPrompt(UnusablePrompt):
     """A prompt that does not fit the model or the engine."""
+
+    reason = "with an overlong prompt"
+
+
+def stored_row(dataset: Dataset, index: int) -> dict[str, Any]:
+    """A row of the dataset. One whose images `datasets` cannot decode has them as they are stored, so that they are
+    refused, or left out, as images of every other form are."""
+    try:
+        row: dict[str, Any] = dataset[index]
+    except UNDECODABLE:
+        if not set(IMAGES) & set(dataset.column_names) or dataset.format["type"] == "custom":
+            raise
+        row = dataset.with_format("arrow")[index].to_pylist()[0]
+    return row
+
+
+def streamed(dataset: IterableDataset) -> Iterator[dict[str, Any]]:
+    """The rows of a stream, with images as in `stored_row`."""
+    features = dataset.features
+    if features is None or not set(IMAGES) & set(features) or dataset._formatting is not None:
+        yield from dataset
+        return
+    for row in dataset.decode(False):
+        try:
+            decoded = features.decode_example(row)
+        except UNDECODABLE:
+            decoded = row
+        yield decoded
 
 
 def check_dataset(
@@ -35,8 +66,9 @@ def check_dataset(
                 f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}): use "
                 "more rows or a smaller batch."
             )
-        if needs_prompt or "prompt" in dataset[0]:
-            check_prompt(dataset[0], tokenizer)
+        first = stored_row(dataset, 0)
+        if needs_prompt or "prompt" in first:
+            check_prompt(first, tokenizer)
     elif args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
         raise ValueError(
             f"train_dataset is a stream, and with steps_per_generation={args.steps_per_generation} and "
@@ -56,7 +88,7 @@ def check_columns(name: str, dataset: Any, tokenizer: Any, *, needs_prompt: bool
         return
     columns = None if dataset is None else dataset.column_names
     if isinstance(dataset, Dataset) and len(dataset):  # `with_transform` makes columns that `column_names` lacks
-        columns = list(dataset[0])
+        columns = list(stored_row(dataset, 0))
     if columns is not None and needs_prompt and "prompt" not in columns:
         raise ValueError(
             f"{name} has the columns {', '.join(sorted(columns))}, but no 'prompt': rename the column that holds the "
@@ -142,23 +174,30 @@ def check_conversational(row: dict[str, Any]) -> None:
         )
 
 
-def check_prompt_ids(token_ids: Sequence[int], row: dict[str, Any], args: A3POConfig, config: Any) -> None:
+def check_prompt_ids(
+    token_ids: Sequence[int], row: dict[str, Any], args: A3POConfig, config: Any, of_images: str | None = None
+) -> None:
     """Raise `ValueError` for a prompt without tokens, and for a prompt that does not fit the model's context or
-    vocabulary."""
+    vocabulary.
+
+    Args:
+        of_images: how to shorten a prompt with images, in words.
+    """
     if not token_ids:
         raise ValueError(
             f"A prompt has no tokens, so nothing can be sampled from it: correct or remove the row {_short(row)}."
         )
+    shorter = f"{of_images}. Or remove" if of_images else "shorten or remove"
     longest, room = args.engine_max_prompt_tokens, room_for_completion(args, config, len(token_ids))
     if room is not None and room < 1:
         raise OverlongPrompt(
             f"A prompt of {len(token_ids)} tokens leaves no room for a completion in the model's context of "
-            f"{context_of(args, config)} tokens: shorten or remove the row {_short(row)}."
+            f"{context_of(args, config)} tokens: {shorter} the row {_short(row)}."
         )
     if longest is not None and len(token_ids) > longest:
         raise OverlongPrompt(
             f"A prompt has {len(token_ids)} tokens, more than engine_max_prompt_tokens={longest}: raise it, or "
-            f"shorten or remove the row {_short(row)}."
+            f"{shorter} the row {_short(row)}."
         )
     if not 0 <= min(token_ids) <= max(token_ids) < config.vocab_size:
         raise ValueError(
@@ -230,5 +269,5 @@ def _part_types(prompt: str | list[dict[str, Any]]) -> set[str]:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = PIL_IMAGE.sub(r"<image of \1 pixels>", repr(value))
     return text if len(text) <= 200 else text[:200] + "…"

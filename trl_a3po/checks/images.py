@@ -4,26 +4,52 @@ Guarantees: a prompt that passes has as many image tokens as the model will comp
 whose rule is known here; no other family passes with images.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import ProcessorMixin
 
+from trl_a3po.models.image_token import image_token_of
+from trl_a3po.models.unwrap import base_model
 from trl_a3po.protocol.images import PromptImages
-from trl_a3po.rollout.batch_rows import Row
+from trl_a3po.rollout.batch_rows import Row, images_of_row
+from trl_a3po.rollout.prompt_stream import TokenizedPrompt
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
 
+PATCHES = {"patch_size": "patch_size", "merge_size": "spatial_merge_size"}  # of a processor, and of a model
 FAMILIES = "Qwen2.5-VL, Qwen3-VL, Gemma 3, Idefics 3, SmolVLM and LLaVA-NeXT"
 
 
 class UnusablePrompt(ValueError):
-    """A prompt that cannot be sampled from, in a dataset whose other prompts can."""
+    """A prompt that cannot be sampled from, in a dataset whose other prompts can.
+
+    Attributes:
+        reason: the kind of fault, in words that follow "rows", for counts of rows that are left out.
+    """
+
+    reason: str
 
 
 class UnusableImages(UnusablePrompt):
-    """A prompt whose images cannot be read, or do not match it."""
+    """A prompt whose images do not match it."""
+
+    reason = "whose images do not match the prompt"
+
+
+class UnreadableImage(UnusableImages):
+    """An image that cannot be read."""
+
+    reason = "with an unreadable image"
+
+
+class RefusedImages(UnusableImages):
+    """A prompt that the processor refuses."""
+
+    reason = "that the processor refuses"
 
 
 def check_placeholders(prompt: Any, images: Sequence[Any]) -> None:
@@ -35,7 +61,7 @@ def check_placeholders(prompt: Any, images: Sequence[Any]) -> None:
     parts = [part for content in contents if isinstance(content, list) for part in content]
     addresses = [part for part in parts if part["type"] == "image" and part.get("url")]
     if addresses:
-        raise UnusableImages(
+        raise UnreadableImage(
             f"A message shows the image {addresses[0]['url']!r} by its address, which is not fetched during training: "
             "put the image itself under 'image', or into the column 'images'."
         )
@@ -48,12 +74,57 @@ def check_placeholders(prompt: Any, images: Sequence[Any]) -> None:
         )
 
 
-def check_fields(trainer: "A3POTrainer", token_ids: Sequence[int], images: PromptImages | None) -> None:
+def check_shows_images(processor: ProcessorMixin, config: Any) -> None:
+    """Raise `ValueError` for a processor with a model of text, or with a setting that would have no effect.
+
+    Args:
+        config: of the model.
+    """
+    if image_token_of(config) is None:
+        raise ValueError(
+            f"processing_class is a {type(processor).__name__}, which shows images, but the model's configuration, a "
+            f"{type(config).__name__}, has no image token: pass processing_class.tokenizer to train on text, or a "
+            f"model of {FAMILIES}."
+        )
+    if processor.image_processor.to_dict().get("do_pan_and_scan"):
+        raise ValueError(
+            "processing_class.image_processor.do_pan_and_scan=True cannot hold: TRL could not tell the crops from "
+            "images of other rows, and prepares images without them. Set do_pan_and_scan=False, and larger images "
+            "in place of crops."
+        )
+
+
+def check_processor(processor: Any, model: Any, fields: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ValueError` for the processor of another family than the model's.
+
+    Args:
+        fields: what the processor has made of a prompt with images.
+    """
+    base = base_model(model)
+    others = sorted(set(fields) - set(inspect.signature(type(base).forward).parameters))
+    settings, vision = vars(processor.image_processor), vars(model.config.vision_config)
+    wrong = [
+        f"cuts images with {name}={settings[name]}, and the model has {there}={vision[there]}"
+        for name, there in PATCHES.items()
+        if name in settings and there in vision and settings[name] != vision[there]
+    ]
+    if others:
+        wrong.append(f"makes {', '.join(others)} of images, which the model does not take")
+    if wrong:
+        raise ValueError(
+            f"processing_class is a {type(processor).__name__} and the model a {type(base).__name__}, which do not go "
+            f"together: the processor {wrong[-1]}. Pass the model's own processor "
+            "(AutoProcessor.from_pretrained with the name of the model)."
+        )
+
+
+def check_fields(processor: Any, model: Any, token_ids: Sequence[int], images: PromptImages | None) -> None:
     """Raise `UnusableImages` unless the tokens of a prompt have one image token for each feature that the model makes
     of its images, and `ValueError` for a family of models whose number of features is not known."""
-    image_token = trainer.model.config.image_token_id
-    found = sum(token == image_token for token in token_ids)
-    expected = 0 if images is None else feature_count(trainer.processing_class, images)
+    found = image_token_count(model.config, token_ids)
+    expected = 0 if images is None else feature_count(processor, images)
+    if images is not None:
+        check_processor(processor, model, images.fields)
     if found == expected:
         return
     shown = 0 if images is None else len(images.images)
@@ -65,6 +136,25 @@ def check_fields(trainer: "A3POTrainer", token_ids: Sequence[int], images: Promp
     raise UnusableImages(
         f"A prompt with {shown} images has {found} image tokens, but the model makes {expected} features of its "
         f"images: {reason}."
+    )
+
+
+def image_token_count(config: Any, token_ids: Sequence[int]) -> int:
+    """How many tokens of a prompt stand for images, for the model with this configuration."""
+    image_token = image_token_of(config)
+    return sum(token == image_token for token in token_ids)
+
+
+def overlong_images(trainer: "A3POTrainer", prompt: TokenizedPrompt) -> str | None:
+    """How to shorten a prompt with images, in words; `None` for a prompt without images."""
+    if prompt.images is None:
+        return None
+    count, images = image_token_count(trainer.model.config, prompt.token_ids), prompt.images.images
+    sizes = ", ".join(f"{image.width} x {image.height}" for image in images[:4]) + (", …" if len(images) > 4 else "")
+    size = trainer.processing_class.image_processor.to_dict().get("size")
+    return (
+        f"{count} of the tokens show its images ({sizes} pixels). Show fewer or smaller images, or set a smaller "
+        f"processing_class.image_processor.size (now {size}), where the number of tokens depends on it"
     )
 
 
@@ -116,7 +206,7 @@ def check_prepared_images(batch: Mapping[str, Any], images: Sequence[PromptImage
 def check_mixed_images(rows: Sequence[Row], *, partitioned: bool) -> None:
     """Raise `ValueError` for a batch of which only some rows have images where the weights are partitioned over
     processes: one whose rows have none would not help the others to gather the weights of the vision tower."""
-    without = sum(group.prompt.images is None for group, _ in rows)
+    without = sum(images_of_row(row) is None for row in rows)
     if partitioned and 0 < without < len(rows):
         raise ValueError(
             f"{without} of the {len(rows)} rows of a batch have no images, which DeepSpeed ZeRO-3 and FSDP cannot "

@@ -16,8 +16,10 @@ from trl_a3po.checkpoints import checkpoint
 from trl_a3po.planning.earlier_run import in_words
 from trl_a3po.planning.finished_run import finished_run
 from trl_a3po.planning.forecast import forecast
+from trl_a3po.report.left_out import rows_left_out
 from trl_a3po.report.timeline import NAME, read_timeline
 from trl_a3po.report.verdict import verdict_of
+from trl_a3po.rollout.left_out import reasons_in_words, row_in_words
 
 ERRORS = {name: kind for name, kind in vars(trl_a3po.errors).items() if isinstance(kind, type)}
 MOSTLY = 0.5  # share of a number, above which it is named
@@ -62,14 +64,21 @@ def _of_text(text: str) -> Iterator[str]:
 def _of_timeline(lines: list[dict[str, Any]]) -> Iterator[str]:
     kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("step", "group", "log")}
     steps = len(kinds["step"])
-    if lines and lines[-1]["kind"] != "end":
+    ended = bool(lines) and lines[-1]["kind"] == "end"
+    if not ended and not steps:
+        yield (
+            "PROBLEM: the run is still starting, or the process was killed before its first optimizer step: its "
+            "timeline has no step and no end. What it printed says which."
+        )
+    elif not ended:
         yield (
             f"PROBLEM: the process was killed after optimizer step {steps}, or it is still running: its timeline has "
             "no end. resume_from_checkpoint=True goes on from its newest checkpoint."
         )
-    if not steps:
+    elif not steps:
         yield "PROBLEM: the run ended before its first optimizer step: the error is in what it printed."
     yield from _of_groups(kinds["group"])
+    yield from _of_rows(lines)
     if (verdict := verdict_of(lines)) is not None:
         yield verdict.sentence
     yield from _forecast(lines)
@@ -99,6 +108,17 @@ def _of_groups(groups: list[dict[str, Any]]) -> Iterator[str]:
         if sum(of_kind.values()) > MOSTLY * len(groups):
             worst = max(of_kind, key=of_kind.__getitem__)
             yield f"PROBLEM: {sum(of_kind.values())} of {len(groups)} attempts were {worst}: {advice}."
+
+
+def _of_rows(lines: list[dict[str, Any]]) -> Iterator[str]:
+    """The rows of the data that were left out."""
+    counts = rows_left_out(lines)
+    if counts:
+        last = [line for line in lines if line["kind"] == "left_out"][-1]
+        yield (
+            f"WARNING: {counts.total()} rows of the data were left out ({reasons_in_words(counts)}). The last one is "
+            f"{row_in_words(last['row'], last['dataset_row'])}: {last['text']}"
+        )
 
 
 def _of_logs(logs: list[dict[str, Any]]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """`trl-a3po doctor RECIPE.yaml [--field value …]`: what a set-up would run into, found before it trains.
 
 Guarantees: every rule is the one that training applies: the recipe is parsed, the trainer is built and its plan is
-made as `trl-a3po train` does, and the reward functions are called once by the run's own scorer. Nothing is trained,
+made as `trl-a3po train` does, and the reward functions are called by the run's own scorer. Nothing is trained,
 generated or published.
 """
 
@@ -10,7 +10,6 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from trl_a3po.cli.train import SettingsError, build_trainer, parse_command
 from trl_a3po.engines.vllm.servers.http import HttpFault
 from trl_a3po.engines.vllm.servers.server import Server
 from trl_a3po.errors import A3POError
-from trl_a3po.protocol.records import Group, Prompt, Rejection, Rollout
+from trl_a3po.protocol.records import Group, Prompt, Rejection, Rollout, Score
 from trl_a3po.report.environment import environment
 from trl_a3po.session.build_scorer import PublishedStates, build_scorer
-from trl_a3po.session.prompt_rows import tokenize_prompt
+from trl_a3po.session.prompt_rows import first_prompt
 from trl_a3po.trainer import A3POTrainer
 
 SLOW_REWARD = 1.0  # seconds for a group, above which a thread of the trainer's process is not the place
@@ -79,8 +78,8 @@ def _server(url: str) -> Iterator[str]:
 
 def _rewards(trainer: A3POTrainer) -> Iterator[str]:
     """Score one group of made-up completions."""
-    row = next(iter(trainer.train_dataset))
-    prompt = Prompt(0, row, *tokenize_prompt(trainer, row))
+    row, first = first_prompt(trainer)
+    prompt = Prompt(0, row, *first)
     tokens = (prompt.token_ids * trainer.max_completion_length)[: trainer.max_completion_length]
     rollout = Rollout(tokens, [-1.0] * len(tokens), [0] * len(tokens), "length")
     group = Group(prompt, [rollout] * trainer.args.num_generations, None, 0)
@@ -91,28 +90,31 @@ def _rewards(trainer: A3POTrainer) -> Iterator[str]:
         try:
             scorer.start()
             found.append(scorer(group))
+            if isinstance(found[0], Score) and found[0].seconds > SLOW_REWARD:
+                found.append(scorer(group))  # the first call may have started a process, or loaded a model
         except A3POError as error:
             found.append(error)
 
-    began, thread = time.monotonic(), threading.Thread(target=score, daemon=True)
+    thread, limit = threading.Thread(target=score, daemon=True), trainer.args.reward_timeout or REWARD_LIMIT
     thread.start()
-    thread.join(trainer.args.reward_timeout or REWARD_LIMIT)
-    seconds = time.monotonic() - began
-    yield _verdict(found, seconds, trainer)
+    thread.join(limit)
+    yield _verdict(found, limit, trainer)
     scorer.close()  # a function that hangs in a thread ends with this process
 
 
-def _verdict(found: list[Any], seconds: float, trainer: A3POTrainer) -> str:
+def _verdict(found: list[Any], limit: float, trainer: A3POTrainer) -> str:
     names = ", ".join(trainer.reward_func_names)
     if not found:
         return (
-            f"PROBLEM: {names} did not return within {seconds:.0f} s: set reward_workers=1 or more and a "
+            f"PROBLEM: {names} did not return within {limit:.0f} s: set reward_workers=1 or more and a "
             "reward_timeout, which replaces a process that hangs."
         )
-    if isinstance(found[0], A3POError):
-        return f"PROBLEM: {found[0]}"
-    if isinstance(found[0], Rejection):
-        return f"PROBLEM: {found[0].reason}. {found[0].remedy}."
+    last = found[-1]
+    if isinstance(last, A3POError):
+        return f"PROBLEM: {last}"
+    if isinstance(last, Rejection):
+        return f"PROBLEM: {last.reason}. {last.remedy}."
+    seconds = last.seconds
     if seconds > SLOW_REWARD and not trainer.args.reward_workers:
         return (
             f"WARNING: {names} took {seconds:.1f} s for one group of {trainer.num_generations} completions, in a "

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from trl_a3po.episodes.episode import Turn
-from trl_a3po.episodes.templates import Message
+from trl_a3po.episodes.image_rules import Message
 from trl_a3po.protocol.engine import SamplingSettings
 
 WITHOUT_EFFECT = {

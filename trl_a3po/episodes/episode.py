@@ -28,8 +28,10 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trl_a3po.episodes.templates import ChatTemplates, Message
+from trl_a3po.episodes.image_rules import Message
+from trl_a3po.episodes.templates import ChatTemplates
 from trl_a3po.protocol.engine import GroupRequest
+from trl_a3po.protocol.images import PromptImages, grown
 from trl_a3po.protocol.records import EpisodeEnd, EpisodeRecord, Rollout
 
 Reward = float | Mapping[str, float | None] | None
@@ -112,6 +114,8 @@ class Episode:
         number: the rollout's number within its group, 0-based.
         prompt: the prompt of the row, text or messages, until the first turn. After it, the prompt that was used.
         prompt_ids: its tokens.
+        images: the images that prompt and completion show so far, as the engine is given them; `None` if there are
+            none.
         messages: the messages of the completion so far, if the prompt is messages.
         token_ids, logps, versions: the completion so far, as in `Rollout`.
         turns: how often the policy has been sampled from.
@@ -134,8 +138,9 @@ class Episode:
         self.row = dict(request.row)
         self.number = number
         self.key = key
-        self.prompt: Any = self.row.get("prompt", [{"role": "user", "content": ""}])
+        self.prompt: Any = templates.shown(self.row, request.images)
         self.prompt_ids = list(request.prompt_ids)
+        self.images = request.images
         self.messages: list[Message] = []
         self.token_ids: list[int] = []
         self.logps: list[float] = []
@@ -152,7 +157,7 @@ class Episode:
         self._sampler = sampler
         self._open_endpoint = open_endpoint
         self._tools: list[Any] = templates.tools
-        self._first_turn = 0
+        self._first_turn = self._completion_images = 0
         self._full = self._is_sampling = False
         self._finish: Literal["stop", "length"] = "length"
 
@@ -167,20 +172,27 @@ class Episode:
         left = self._longest - len(self.token_ids)
         return left if self._context is None else min(left, self._context - len(self.prompt_ids) - len(self.token_ids))
 
-    def begin(self, prompt: Any, prompt_ids: Sequence[int], tools: Sequence[Any] = ()) -> None:
+    def begin(
+        self,
+        prompt: Any,
+        prompt_ids: Sequence[int],
+        tools: Sequence[Any] = (),
+        images: PromptImages | None = None,
+    ) -> None:
         """Begin with another prompt than that of the row.
 
         Args:
             prompt: text or messages.
             prompt_ids: its tokens.
             tools: the tools that it offers, as `apply_chat_template` takes them.
+            images: the images that it shows, and what the processor has made of them.
 
         Raises:
             ValueError: the episode has begun, or the prompt does not fit.
         """
         if self.turns or self.token_ids:
             raise ValueError("The episode has begun: its prompt cannot be changed any more.")
-        self.prompt, self.prompt_ids, self._tools = prompt, list(prompt_ids), list(tools)
+        self.prompt, self.prompt_ids, self._tools, self.images = prompt, list(prompt_ids), list(tools), images
         if self.tokens_left < 1:
             raise ValueError(
                 f"The prompt of the episode has {len(self.prompt_ids)} tokens, and the model's context of "
@@ -191,15 +203,20 @@ class Episode:
         """Add tokens, or messages that are not the policy's, behind what there is. Returns whether they fit; if they
         do not, nothing is added."""
         messages = _messages(new)
-        token_ids = [*self._templates.suffix_ids(messages)] if messages else _token_ids(new)
-        return self.append_tokens(token_ids, messages)
+        rendered = self._templates.suffix(messages) if messages else self._templates.checked(_token_ids(new))
+        return self.append_tokens(rendered.token_ids, messages, rendered.images)
 
-    def append_tokens(self, token_ids: Sequence[int], messages: Sequence[Message] = ()) -> bool:
-        """As `append`, with the tokens and the messages that they are."""
+    def append_tokens(
+        self, token_ids: Sequence[int], messages: Sequence[Message] = (), images: PromptImages | None = None
+    ) -> bool:
+        """As `append`, with the tokens, the messages that they are, and the images that they show."""
         length = len(self.token_ids) + len(token_ids)
         if length > self._longest or (self._context is not None and len(self.prompt_ids) + length >= self._context):
             self._full = True
             return False
+        if images is not None:
+            self.images = grown(self.images, images, len(self.prompt_ids) + len(self.token_ids))
+            self._completion_images += len(images.images)
         self.token_ids += token_ids
         self.logps += [0.0] * len(token_ids)
         self.versions += [-1] * len(token_ids)
@@ -281,6 +298,7 @@ class Episode:
         text = isinstance(self.prompt, str)
         messages = self._templates.text(self.token_ids) if text else list(self.messages)
         full: EpisodeEnd = "length" if self._full or self.tokens_left < 1 else "done"
+        images = PromptImages((), {}) if self.images is None else self.images.nothing_added()
         record = EpisodeRecord(
             prompt=self.prompt,
             prompt_ids=self.prompt_ids,
@@ -295,6 +313,8 @@ class Episode:
             rewards=dict(rewards),
             columns=dict(result.columns),
             key=self.key,
+            images=None if self.images is self._request.images else images,
+            completion_images=self._completion_images,
         )
         return Rollout(self.token_ids, self.logps, self.versions, self._finish, record)
 
@@ -319,12 +339,14 @@ class Episode:
     def _begin_with(self, context: Any, tools: Sequence[Any] | None) -> None:
         offered = self._tools if tools is None else list(tools)
         if isinstance(context, str):
-            self.begin(context, self._templates.prompt_ids(context), offered)
+            self.begin(context, self._templates.prompt(context).token_ids, offered)
         elif messages := _messages(context):
             if messages != self.prompt or tools is not None:
-                self.begin(messages, self._templates.rendered(messages, offered), offered)
+                token_ids, images = self._templates.rendered(messages, offered)
+                self.begin(messages, token_ids, offered, images)
         else:
-            self.begin(self.prompt, _token_ids(context), offered)
+            token_ids, images = self._templates.checked(_token_ids(context), self.images)
+            self.begin(self.prompt, token_ids, offered, images)
 
     async def _turn(self, stop: Sequence[int | str], max_new_tokens: int | None) -> Turn:
         first_position, prefix = len(self.token_ids), (*self.prompt_ids, *self.token_ids)
@@ -342,8 +364,10 @@ class Episode:
                 max_new_tokens=longest,
                 stop_token_ids=tuple(self._templates.stop_token(one) for one in stop),
                 first_episode=self.key,
+                images=self.images,
             ),
         )
+        self.images = None if self.images is None else self.images.nothing_added()
         self.doing, self.doing_since = "playing", time.monotonic()
         self.turns += 1
         self._first_turn = self._first_turn or first_position + len(rollout.token_ids)

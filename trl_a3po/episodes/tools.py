@@ -23,7 +23,9 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from trl_a3po.episodes.calls import Calls
 from trl_a3po.episodes.environments import Environment, EnvironmentPool
 from trl_a3po.episodes.episode import Episode, EpisodeResult
-from trl_a3po.episodes.templates import ChatTemplates, Message
+from trl_a3po.episodes.image_rules import ImageRules, Message, image_parts, plain_text, tool_content
+from trl_a3po.episodes.templates import NO_PROMPT, ChatTemplates, RefusedByProcessor
+from trl_a3po.protocol.images import is_image
 from trl_a3po.protocol.plain_copy import plain_copy
 from trl_a3po.workers.remote_object import ProcessEnded, RemoteObjects
 
@@ -120,10 +122,13 @@ class ToolRollout:
         with episode.waiting_for(_named("reset() of environment", environment.name)):
             observation = await self._call(partial(reset, **plain_copy(row)), reset, environment)
         tools = (self._environment_tools or {}).get(environment.name, ())
-        prompt = _observed(episode.prompt, observation)
-        unchanged = observation is None and "prompt" in episode.row
-        prompt_ids = episode.prompt_ids if unchanged else self._templates.prompt_ids(prompt, environment.name)
-        episode.begin(prompt, prompt_ids, tools)
+        if observation is None and "prompt" in episode.row:
+            episode.begin(episode.prompt, episode.prompt_ids, tools, episode.images)
+            return
+        # Added before the images of the row's columns are put in their places, as TRL does.
+        observed = _observed(episode.row.get("prompt", NO_PROMPT), observation, self._templates.image_rules)
+        prompt, (token_ids, images) = self._templates.row({**episode.row, "prompt": observed}, environment.name)
+        episode.begin(prompt, token_ids, tools, images)
 
     async def _play(self, episode: Episode, environment: Environment | None) -> EpisodeResult:
         tools = self._tools | (environment.tools() if environment else {})
@@ -141,11 +146,22 @@ class ToolRollout:
         return EpisodeResult()
 
     def _append(self, episode: Episode, messages: list[Message]) -> bool:
-        """Add the results of tools to the episode. Returns whether they fit."""
+        """Add the results of tools to the episode. Returns whether they fit. Images that the processor refuses become
+        failures of their tools."""
         texts = [message["content"] for message in messages if isinstance(message["content"], str)]
         if self._templates.is_longer(texts, episode.tokens_left):  # before hours are spent on its tokens
             return False
-        return episode.append_tokens(self._templates.suffix_ids(messages), messages)
+        try:
+            token_ids, images = self._templates.suffix(messages)
+        except RefusedByProcessor as refusal:
+            if not image_parts(messages):
+                raise
+            for message in messages:
+                if image_parts([message]):
+                    episode.tool_failures += 1
+                    message["content"] = self._error(refusal)
+            token_ids, images = self._templates.suffix(messages)
+        return episode.append_tokens(token_ids, messages, images)
 
     async def _call_tools(
         self,
@@ -177,15 +193,19 @@ class ToolRollout:
                 raise ValueError(arguments)
             with episode.waiting_for(f"tool {name!r}"):
                 result = await self._call(lambda: tool(**arguments), tool, own)
-            return name, result if isinstance(result, list) else _encodable(str(result))
+            return name, tool_content(result, self._templates.image_rules)
         except ProcessEnded as error:
             raise EnvironmentEnded(f"tool {name!r} of an environment: {error}") from error
         except Exception as error:
             episode.tool_failures += 1
             episode.tool_timeouts += isinstance(error, ToolTimeout)
-            return name, str({"error": str(error)})
+            return name, self._error(error)
         except (SystemExit, KeyboardInterrupt) as error:  # out of an asynchronous tool, it would end the event loop
             raise RuntimeError(f"tool {name!r} raised {error!r}") from error
+
+    def _error(self, error: Exception) -> str:
+        """What the policy is told of a call that failed."""
+        return plain_text(str({"error": str(error)}), self._templates.image_rules)
 
     async def _reward(self, episode: Episode, environment: Environment) -> dict[str, float | None]:
         """The reward of the environment, by the name of its column."""
@@ -236,27 +256,21 @@ def _function_of(call: Mapping[str, Any], tools: Mapping[str, Tool]) -> tuple[st
     return name, tools[name], call["function"]["arguments"]
 
 
-def _observed(prompt: Any, observation: Any) -> Any:
+def _observed(prompt: Any, observation: Any, rules: ImageRules | None) -> Any:
     """The prompt with what `reset` returned behind its last message, as TRL adds it."""
     if observation is None:
         return prompt
-    if not isinstance(observation, (str, list)):
+    if not isinstance(observation, (str, list)) and not is_image(observation):
         raise TypeError(
-            f"reset() returned {type(observation).__name__}: it must return a string, content blocks, or None"
+            f"reset() returned {type(observation).__name__}: it must return a string, content blocks, an image or None"
         )
-    last = prompt[-1]
+    last, observation = prompt[-1], tool_content(observation, rules)
     content = last["content"]
     if isinstance(observation, list) and isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if isinstance(observation, str) and isinstance(content, list):
         observation = [{"type": "text", "text": observation}]
     return [*prompt[:-1], {**last, "content": content + observation}]
-
-
-def _encodable(text: str) -> str:
-    """The text with `?` for each lone surrogate, which no tokenizer can read. The policy can make a tool return one,
-    by writing it into an argument."""
-    return text.encode(errors="replace").decode()
 
 
 def _named(what: str, environment: str | None) -> str:

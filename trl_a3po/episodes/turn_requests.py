@@ -93,7 +93,9 @@ def _together(asked: list[AskedTurn]) -> list[list[AskedTurn]]:
     before them and numbers that follow one another."""
     by_text: dict[Any, list[AskedTurn]] = {}
     for turn in asked:
-        by_text.setdefault(replace(turn.request, first_rollout=0, first_episode=None), []).append(turn)
+        alike = replace(turn.request, first_rollout=0, first_episode=None)
+        # Images are no part of the equality of requests: others of the same size have the same tokens.
+        by_text.setdefault((alike, id(alike.images)), []).append(turn)
     requests: list[list[AskedTurn]] = []
     for turns in by_text.values():
         turns.sort(key=lambda turn: turn.request.first_rollout)

@@ -6,6 +6,7 @@ results have the shapes of TRL's and the same zeros; current, old and reference 
 their differences are not those of two kernels; every reason to run padded is logged once.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,6 +62,9 @@ class TrainingForward:
         self.refusal = self._refusal(models)
         self._tokens_padded = self._tokens_run = 0  # of the last call
         self._bases = [base_model(accelerator.unwrap_model(model)) for model in models]
+        # TRL marks the images of tools with them in every family that has no grid.
+        takes = all("token_type_ids" in inspect.signature(type(base).forward).parameters for base in self._bases)
+        self._not_taken = () if takes else ("token_type_ids",)
         self.release()  # a model may come from a run that was killed
 
     def release(self) -> None:
@@ -122,6 +126,7 @@ class TrainingForward:
             with self._traces.of(model):
                 return padded(model, *arguments, **options)
 
+        multimodal = {name: value for name, value in multimodal.items() if name not in self._not_taken}
         self._tokens_padded = self._tokens_run = input_ids.numel()
         needs_more = compute_aux_loss or any(value is not None for value in multimodal.values())
         if self.refusal is None and not needs_more:

@@ -33,6 +33,9 @@ class EpisodeRecord:
         rewards: reward by the name of its column, for rewards that the episode itself gives; `None` is no reward.
         columns: values of this rollout that reward functions receive by name, beside the columns of the dataset.
         key: number of the episode within its run.
+        images: the `PromptImages` of the prompt and of the completion, where they are not those of the row's prompt;
+            `None` where they are. In the records of a checkpoint, places in its list of images.
+        completion_images: how many of these the completion shows.
     """
 
     prompt: Any
@@ -48,6 +51,8 @@ class EpisodeRecord:
     rewards: dict[str, float | None] = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)
     key: int = -1
+    images: Any = None
+    completion_images: int = 0
 
 
 @dataclass(frozen=True, slots=True)

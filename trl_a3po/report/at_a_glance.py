@@ -32,6 +32,7 @@ AT_A_GLANCE = (
 ONCE_THEY_COUNT = (
     "a3po/outcomes/rejected",
     "a3po/outcomes/failed",
+    "a3po/rows/left_out",
     "a3po/reward/timeouts",
     "a3po/reward/crashes",
     "a3po/engine/restarts",

@@ -2,7 +2,8 @@
 
 Guarantees: about `kept_rollouts` rollouts of a run are kept, in whole groups and spread evenly over the run; of each,
 the first `MOST_TOKENS` tokens of the completion; which groups are kept does not depend on the number of processes or
-on whether the run was resumed; a rollout is written once its batch has been trained for the first time.
+on whether the run was resumed; a rollout is written once its batch has been trained for the first time; the processes
+meet only after steps of batches of which something is kept.
 
 The file has the lines `start`, `checkpoint` and `end` of a timeline, so that
 `read_timeline("outputs/run/rollouts.jsonl", "rollout")` returns the lineage of a resumed run. A line `rollout` holds:
@@ -24,9 +25,10 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 
 from trl_a3po.config import A3POConfig
 from trl_a3po.distributed.team import Team
+from trl_a3po.protocol.records import Group
 from trl_a3po.report.timeline import Timeline
 from trl_a3po.report.token_texts import TokenTexts
-from trl_a3po.rollout.batch_rows import Row, prompt_ids_of
+from trl_a3po.rollout.batch_rows import Row, images_of_row, prompt_ids_of
 
 NAME = "rollouts.jsonl"
 MOST_TOKENS = 2000  # of a completion, and of a prompt
@@ -61,14 +63,18 @@ class RolloutLog:
         self._reward_names = list(reward_names)
         self._untrained: dict[int, Kept] = {}  # by place
         self._trained: list[Kept] = []
+        self._batch_is_kept = False  # some process has rollouts of the batch to keep; the same in all processes
 
     def begin_run(self, share: float) -> None:
         """A run begins that keeps this share of its groups."""
-        self.share, self._untrained, self._trained = share, {}, []
+        self.share, self._untrained, self._trained, self._batch_is_kept = share, {}, [], False
 
-    def begin_batch(self) -> None:
-        """A generation batch begins: what has not been trained by now will not be."""
-        self._untrained = {}
+    def begin_take(self, groups: Sequence[Group], *, first: bool) -> None:
+        """A take hands out `groups` to all processes together, as the `first` take of its generation batch or a later
+        one. What has not been trained when a batch begins will not be."""
+        if first:
+            self._untrained, self._batch_is_kept = {}, False
+        self._batch_is_kept |= any(is_kept(group.prompt.index, self.share) for group in groups)
 
     def taken(
         self,
@@ -110,7 +116,7 @@ class RolloutLog:
     def write(self, team: Team, log: Timeline | None) -> None:
         """Append what has been trained since the last call to `log`. Every process calls this; the main one has
         `log`."""
-        if self.share == 0:
+        if not self._batch_is_kept:
             return
         trained, self._trained = self._trained, []
         every = team.gather(trained)
@@ -131,7 +137,7 @@ class RolloutLog:
             "finish_reason": rollout.finish_reason,
             "length": len(rollout.token_ids),
             "prompt_length": len(prompt),
-            **({} if group.prompt.images is None else {"images": len(group.prompt.images.images)}),
+            **({} if (images := images_of_row(row)) is None else {"images": len(images.images)}),
             "prompt_text": self._texts.text(prompt[-MOST_TOKENS:]),
             "rewards": dict(zip(self._reward_names, map(_number, reward), strict=True)),
             "tokens": self._texts.each(token_ids),
@@ -169,4 +175,7 @@ def _number(value: float) -> float | None:
 
 def _rounded(values: torch.Tensor, length: int) -> list[float | None]:
     aligned = values.expand(length) if values.numel() == 1 else values[:length]
-    return [round(value, 4) if math.isfinite(value) else None for value in aligned.tolist()]
+    rounded: list[float | None] = aligned.double().round(decimals=4).tolist()
+    if bool(aligned.isfinite().all()):
+        return rounded
+    return [value if value is not None and math.isfinite(value) else None for value in rounded]

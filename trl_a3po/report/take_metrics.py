@@ -70,6 +70,7 @@ class TakeMetrics:
     def _totals(self, session: Any, engine: EngineStats) -> dict[str, float]:
         outcomes = session.queue.outcomes()
         counts = {f"a3po/outcomes/{kind}": outcomes.count_attempts(kind) for kind in ("rejected", "failed")}
+        counts["a3po/rows/left_out"] = session.rows_left_out
         counts |= {f"a3po/reward/{kind}": count for kind, count in session.reward_worker_failures.items()}
         return counts | {f"a3po/vllm/{name}": count for name, count in engine.extra.items() if self._is_vllm}
 

@@ -13,6 +13,8 @@ All times are in seconds since 1970; missing numbers are `null`. The kinds of li
   knows), `max_steps`, all `settings`, the versions of `packages`, and the `rules` of the queue and the number of
   `devices` (`trl_a3po.planning`);
 - `group`: an attempt at a prompt ended (see `trl_a3po.rollout.outcomes.AttemptRecord`);
+- `left_out`: a row of the data was left out; `row` is its place in the prompt stream, `dataset_row` its number in
+  `train_dataset` (`null` in a stream), `reason` the kind of its fault and `text` what is wrong with it;
 - `engine_start`, `publish`, `take`, `evaluation`, `step`: from `began` to `ended`, at `version` (for a step, the
   version that it produced). A take lasts as long as the trainer waits; the time of a step outside of the other lines
   is training. A take also says how many groups were in the engine (`sampling`), waited for their reward (`scoring`)

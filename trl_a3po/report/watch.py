@@ -24,6 +24,11 @@ ONE_FRAME = (
     "`from trl_a3po.report.watch import watch; watch({run!r})` goes on until the run ends."
 )
 
+NOT_YET = (
+    " If a run is loading its model and its data, the file is there as soon as train() starts the engine; without "
+    "--once, a terminal waits for it."
+)
+
 
 def watch(run: str | Path, *, once: bool = False, console: Console | None = None) -> None:
     """Show a run until it ends. Ctrl-C, or interrupting the cell of a notebook, ends the watch and not the run.
@@ -44,7 +49,7 @@ def watch(run: str | Path, *, once: bool = False, console: Console | None = None
     wants_more, once = not once, once or in_cells_shell or not (console.is_terminal or console.is_jupyter)
     seen = _Run(path if path.suffix == ".jsonl" else path / NAME)
     if not seen.begun and (once or not path.is_dir()):
-        raise FileNotFoundError(f"{run} holds no {NAME}: give the output_dir of a run.")
+        raise FileNotFoundError(f"{run} holds no {NAME}: give the output_dir of a run.{NOT_YET if once else ''}")
     try:
         if once:
             console.print(seen.frame(console))

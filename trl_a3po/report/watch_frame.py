@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trl_a3po.report.watch_view import SlowGroup, WatchView
+from trl_a3po.rollout.left_out import reasons_in_words
 
 LABELS = 11  # columns
 TICKS = "▁▂▃▄▅▆▇█"
@@ -42,6 +43,7 @@ def watch_frame(view: WatchView, name: str, now: float, width: int, *, ascii_onl
         ("engine", _engine(view)),
         ("queue", _queue(view)),
         ("attempts", _attempts(view)),
+        ("left out", _left_out(view)),
         ("slow reward", _slow(view.slow_rewards, room)),
         ("stragglers", _slow(view.stragglers, room)),
     ):
@@ -57,6 +59,8 @@ def _header(view: WatchView, name: str, now: float, width: int, ascii_only: bool
     silent = now - view.last_written
     if view.ended:
         state, colour = "finished", "green"
+    elif view.starting:
+        state, colour = f"starting for {_duration(max(0.0, silent))}, no step yet", "green"
     elif silent > max(SILENT, 5 * (view.step_seconds or 0.0)):
         state, colour = f"silent for {_duration(silent)}", "dark_orange"
     else:
@@ -146,6 +150,13 @@ def _attempts(view: WatchView) -> Text | None:
     if not view.outcomes:
         return None
     return Text(", ".join(f"{count} {outcome}" for outcome, count in view.outcomes.most_common()))
+
+
+def _left_out(view: WatchView) -> Text | None:
+    if not view.left_out:
+        return None
+    total = view.left_out.total()
+    return Text(f"{total} row{'s' if total > 1 else ''}: {reasons_in_words(view.left_out)}")
 
 
 def _slow(groups: list[SlowGroup], room: int) -> Text | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+from trl_a3po.report.left_out import rows_left_out
 from trl_a3po.report.run_numbers import STRAGGLER, RunNumbers, run_numbers
 from trl_a3po.report.verdict import Verdict, verdict
 
@@ -42,6 +43,7 @@ class WatchView:
     Args:
         step, max_steps: optimizer steps done, and of the whole run; `None` if the timeline does not say.
         step_seconds: time from one optimizer step to the next.
+        starting: no optimizer step has been done yet since training began, or was resumed.
         ended: training has stopped.
         last_written: time of the last line, since 1970.
         rewards: the mean reward at each logging step.
@@ -49,6 +51,7 @@ class WatchView:
         take: the line of the last take, which says what the queue held when the take began.
         tokens_per_second: of the engine, while it is busy if it says when it is.
         outcomes: how many attempts ended as "trained", "rejected", "failed" and "unused".
+        left_out: reason -> how many rows of the data were left out for it.
         numbers, verdict: `None` until three batches have been trained.
         slow_rewards, stragglers: the groups that took longest to score, and those that took longest to sample, from
             `STRAGGLER` times the median.
@@ -58,6 +61,7 @@ class WatchView:
     step: int
     max_steps: int | None
     step_seconds: float | None
+    starting: bool
     ended: bool
     last_written: float
     rewards: list[float]
@@ -65,6 +69,7 @@ class WatchView:
     take: dict[str, Any] | None
     tokens_per_second: float | None
     outcomes: Counter[str]
+    left_out: Counter[str]
     numbers: RunNumbers | None
     verdict: Verdict | None
     slow_rewards: list[SlowGroup] = field(default_factory=list)
@@ -89,6 +94,7 @@ def watch_view(lines: Lines) -> WatchView | None:
         step=max((line["version"] for line in lines if line["kind"] in ("start", "step")), default=0),
         max_steps=start.get("max_steps"),
         step_seconds=(steps[-1]["ended"] - steps[0]["ended"]) / (len(steps) - 1) if len(steps) > 1 else None,
+        starting=not steps,
         ended=lines[-1]["kind"] == "end",
         last_written=max(line.get("time") or line.get("ended") or 0.0 for line in lines[-3:]),
         rewards=[log["reward"] for log in logs if log.get("reward") is not None],
@@ -96,6 +102,7 @@ def watch_view(lines: Lines) -> WatchView | None:
         take=takes[-1] if takes else None,
         tokens_per_second=_speed(takes),
         outcomes=Counter(line["outcome"].split(":")[0] for line in lines if line["kind"] == "group"),
+        left_out=rows_left_out(lines),
         numbers=numbers,
         verdict=None if numbers is None else verdict(numbers),
         slow_rewards=_slowest(groups, "scoring", "scored", 0.0),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trl_a3po.protocol.images import PER_TOKEN, PromptImages, pads_rows
+from trl_a3po.protocol.images import PER_TOKEN, PromptImages, joined, pads_rows
 
 
 def batch_fields(
@@ -16,9 +16,10 @@ def batch_fields(
 ) -> dict[str, torch.Tensor]:
     """The fields of B rows in one dictionary.
 
-    Fields with a value per token are `(B, P)`, with zeros to the left of shorter prompts. Fields of images are joined
-    along their first axis; where the inner axes differ, as with tiles of images, zeros fill up the shorter ones. In
-    families that pad the images of each row (`pads_rows`), a row without images has zeros, which the model skips.
+    Fields with a value per token are `(B, P)`, of the prompts alone, with zeros to the left of shorter ones. Fields of
+    images are joined along their first axis; where the inner axes differ, as with tiles of images, zeros fill up the
+    shorter ones. In families that pad the images of each row (`pads_rows`), a row without images has zeros, which the
+    model skips.
 
     Args:
         images: of each row.
@@ -37,20 +38,16 @@ def batch_fields(
 
 def _left_padded(parts: Sequence[torch.Tensor | None], lengths: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     padded = like.new_zeros(len(parts), max(lengths))
-    for row, part in zip(padded, parts, strict=True):
+    for row, part, length in zip(padded, parts, lengths, strict=True):
         if part is not None:
-            row[len(row) - part.shape[1] :] = part[0]
+            of_prompt = part[0, :length]  # what follows belongs to the completion
+            start = len(row) - length
+            row[start : start + len(of_prompt)] = of_prompt
     return padded
 
 
 def _joined(parts: Sequence[torch.Tensor | None], like: torch.Tensor, *, empty_rows: bool) -> torch.Tensor:
-    given = [part for part in parts if part is not None] or [like]
-    inner = [max(sizes) for sizes in zip(*(part.shape[1:] for part in given), strict=True)]
-    number = sum(empty_rows if part is None else len(part) for part in parts)
-    joined, start = like.new_zeros(number, *inner), 0
-    for part in parts:
-        if part is not None:
-            place = (slice(start, start + len(part)), *(slice(size) for size in part.shape[1:]))
-            joined[place] = part
-        start += empty_rows if part is None else len(part)
-    return joined
+    given = [part for part in parts if part is not None]
+    inner = given[0] if given else like
+    empty = inner.new_zeros(int(empty_rows), *inner.shape[1:])
+    return joined([empty if part is None else part for part in parts])

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trl_a3po.protocol.images import PromptImages
 from trl_a3po.protocol.plain_copy import plain_copy
 from trl_a3po.protocol.records import Group, Rollout, Score
 
@@ -22,13 +23,33 @@ def prompt_ids_of(row: Row) -> list[int]:
     return group.prompt.token_ids if episode is None else episode.prompt_ids
 
 
+def images_of_row(row: Row) -> PromptImages | None:
+    """The images of a row's prompt and, in an episode, of its completion; `None` if there are none."""
+    group, number = row
+    episode = group.rollouts[number].episode
+    own: PromptImages | None = None if episode is None else episode.images
+    images = group.prompt.images if own is None else own
+    return images if images is not None and images.images else None
+
+
+def pictures_of_row(row: Row) -> tuple[list[Any], list[Any]]:
+    """The images that a row's prompt shows, and those that its completion shows."""
+    group, number = row
+    episode, images = group.rollouts[number].episode, images_of_row(row)
+    every = [] if images is None else list(images.images)
+    in_prompt = len(every) - (0 if episode is None else episode.completion_images)
+    return every[:in_prompt], every[in_prompt:]
+
+
 def example_of(row: Row) -> dict[str, Any]:
-    """The dataset row as TRL receives it: with the prompt of this rollout, and with what its episode adds."""
+    """The dataset row as TRL receives it: with the prompt of this rollout, and with what its episode adds. The prompt
+    of an episode shows the images of the row's columns, so that TRL has none to put into it."""
     group, number = row
     episode = group.rollouts[number].episode
     if episode is None:
         return dict(group.prompt.example)
-    return group.prompt.example | episode.columns | {"prompt": plain_copy(episode.prompt)}
+    example = group.prompt.example | episode.columns | {"prompt": plain_copy(episode.prompt)}
+    return example if group.prompt.messages is None else {**example, "images": []}
 
 
 def messages_of(rows: Sequence[Row]) -> list[Any]:
@@ -52,7 +73,7 @@ def replayed_turns(rows: Sequence[Row]) -> tuple[Any, ...]:
         [list(rollout.logps) for rollout in rollouts],
         sum(episode.tool_calls for episode in episodes),
         sum(episode.tool_failures for episode in episodes),
-        [[] for _ in rollouts],
+        [pictures_of_row(row)[1] for row in rows],
     )
 
 

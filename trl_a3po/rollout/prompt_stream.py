@@ -1,16 +1,18 @@
 """The prompt stream: dataset rows in, tokenised prompts out, with a cursor.
 
 Guarantees: only the thread that calls `fill` reads and tokenises rows (the main thread: datasets and tokenizers are
-not thread-safe); prompts come out in the order of the rows, each once, with the number of their row.
+not thread-safe); prompts come out in the order of the rows, each once, with the number of their row; every row that
+is left out is counted once, also in a run that is resumed.
 """
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from trl_a3po.protocol.images import PromptImages
 from trl_a3po.protocol.records import Prompt
+from trl_a3po.rollout.left_out import LeftOut, reasons_in_words
 
 LEFT_OUT_IN_A_ROW = 1000  # with none that fits among so many rows, the settings are wrong and not the rows
 
@@ -28,27 +30,35 @@ class PromptStream:
 
     Args:
         source: dataset rows in training order, over all epochs.
-        tokenize: row -> its prompt, or `None` to leave the row out.
+        tokenize: row -> its prompt, or why the row is left out.
         first_row: number of the first row of `source`; earlier rows are not needed any more.
         with_tokens: row, token ids -> the prompt of a row that was tokenised in an earlier run.
+        row_left_out: called with the number of each row that is left out, and why it is.
+
+    Attributes:
+        left_out: reason -> how many rows of the run were left out for it so far.
     """
 
     def __init__(
         self,
         source: Iterator[dict[str, Any]],
-        tokenize: Callable[[dict[str, Any]], TokenizedPrompt | None],
+        tokenize: Callable[[dict[str, Any]], TokenizedPrompt | LeftOut],
         first_row: int = 0,
         with_tokens: Callable[[dict[str, Any], list[int]], TokenizedPrompt] = lambda row, ids: TokenizedPrompt(ids),
+        row_left_out: Callable[[int, LeftOut], None] = lambda number, left_out: None,
     ):
         self._source = source
         self._tokenize = tokenize
         self._with_tokens = with_tokens
+        self._row_left_out = row_left_out
         self._buffer: deque[Prompt] = deque()
         self._row: dict[str, Any] | None = None  # read and not yet tokenised: a row that raises is not skipped
         self._tokenised = first_row
         self.cursor = first_row
         self.source_ended = False
-        self._left_out = 0  # rows since the last one that was not left out
+        self.left_out: Counter[str] = Counter()
+        self._in_a_row: Counter[str] = Counter()  # of those, since the last row that was not left out
+        self._ahead: list[tuple[int, str]] = []  # of those, the numbers and reasons of which some are after the cursor
 
     @property
     def buffered(self) -> int:
@@ -59,6 +69,11 @@ class PromptStream:
     def exhausted(self) -> bool:
         """No prompt is left, neither buffered nor in the source."""
         return self.source_ended and not self._buffer
+
+    @property
+    def left_out_before_cursor(self) -> dict[str, int]:
+        """`left_out` without the rows that a run which continues at the cursor reads again. Main thread only."""
+        return dict(self.left_out - Counter(reason for number, reason in self._ahead if number >= self.cursor))
 
     def fast_forward(self, cursor: int, prompts: Mapping[int, list[int] | None]) -> dict[int, Prompt]:
         """Skip the rows up to `cursor`, and return the prompts of those whose numbers are in `prompts`, with the
@@ -78,11 +93,11 @@ class PromptStream:
             if self.cursor in prompts:
                 saved = prompts[self.cursor]
                 made = self._tokenize(row) if saved is None else self._with_tokens(row, list(saved))
-                if made is None:
+                if isinstance(made, LeftOut):
                     raise ValueError(
                         f"Row {self.cursor} of the prompt stream had been begun when the checkpoint was saved, and "
-                        "does not fit any more: resume with the chat template and the max_completion_length of that "
-                        "run."
+                        "cannot be used any more: resume with the data, the chat template and the processor of that "
+                        f"run. {made.text}"
                     )
                 found[self.cursor] = Prompt(self.cursor, row, *made)
             self.cursor += 1
@@ -104,10 +119,10 @@ class PromptStream:
                     self.source_ended = True
                     return
             made = self._tokenize(self._row)
-            if made is None:
-                self._leave_out_row()
+            if isinstance(made, LeftOut):
+                self._leave_out_row(made)
                 continue
-            self._left_out = 0
+            self._in_a_row.clear()
             if not made.token_ids:
                 raise ValueError(
                     f"Row {self._tokenised} of the prompt stream has an empty prompt after tokenisation, and nothing "
@@ -117,13 +132,19 @@ class PromptStream:
             self._tokenised += 1
             self._row = None
 
-    def _leave_out_row(self) -> None:
-        self._left_out += 1
-        if self._left_out >= LEFT_OUT_IN_A_ROW:
+    def _leave_out_row(self, left_out: LeftOut) -> None:
+        if self._in_a_row.total() + 1 >= LEFT_OUT_IN_A_ROW:
+            counts = self._in_a_row + Counter([left_out.reason])
             raise ValueError(
-                f"{self._left_out} rows in a row have prompts that do not fit, up to row {self._tokenised} of the "
-                "prompt stream: shorten the prompts, or lower max_completion_length."
+                f"{counts.total()} rows in a row are left out ({reasons_in_words(counts)}), up to row "
+                f"{self._tokenised} of the prompt stream, so that nothing is left to train on. The last one: "
+                f"{left_out.text}"
             )
+        self.left_out[left_out.reason] += 1
+        self._in_a_row[left_out.reason] += 1
+        self._ahead = [row for row in self._ahead if row[0] >= self.cursor]
+        self._ahead.append((self._tokenised, left_out.reason))
+        self._row_left_out(self._tokenised, left_out)
         self._tokenised += 1
         self._row = None
 

@@ -15,6 +15,7 @@ are published.
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -195,6 +196,7 @@ class GenerationQueue:
         prompts = self._prompts.fast_forward(
             state.cursor, {item.prompt_index: item.prompt_ids for item in state.outstanding}
         )
+        self._prompts.left_out = Counter(state.left_out)
         with self._changed:
             self._core.restore(state, prompts, version)
 

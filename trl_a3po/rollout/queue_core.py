@@ -17,6 +17,7 @@ from typing import Literal
 from trl_a3po.errors import EngineError, GenerationFailed, StallError
 from trl_a3po.protocol.engine import GroupEnd, GroupFailed, GroupRequest
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Score
+from trl_a3po.rollout.left_out import reasons_in_words
 from trl_a3po.rollout.outcomes import AttemptRecord, Ledger, OutcomeKind, Outcomes, outcome_name
 from trl_a3po.rollout.outstanding import OutstandingPrompt, Stage
 from trl_a3po.rollout.prompt_stream import PromptStream
@@ -98,10 +99,11 @@ class QueueCore:
         if self.next_take >= self.plan.total_takes:
             return f"All {self.plan.total_takes} takes of the run have been handed out."
         if self.next_take >= self.takes_end:
+            left_out = f" Rows left out: {reasons_in_words(self.prompts.left_out)}." if self.prompts.left_out else ""
             return (
                 f"The prompts ended after {self.prompts.cursor + self.prompts.buffered}: "
                 f"{len(self.order) + self.prompts.buffered} are left for take {self.next_take}, which needs "
-                f"{self.plan.groups_per_batch}."
+                f"{self.plan.groups_per_batch}.{left_out}"
             )
         return None
 
@@ -325,6 +327,7 @@ class QueueCore:
             rejected_in_a_row=self._rejected_in_a_row,
             outcomes=outcomes,
             outstanding=[item.state() for item in self.order],
+            left_out=self.prompts.left_out_before_cursor,
         )
 
     def restore(self, state: QueueState, prompts: dict[int, Prompt], version: int) -> None:

@@ -7,11 +7,10 @@ place in the order.
 """
 
 import hashlib
-import sys
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from trl_a3po.protocol.images import PromptImages
+from trl_a3po.protocol.images import PromptImages, is_image
 from trl_a3po.protocol.records import Rollout, Score
 from trl_a3po.rollout.outcomes import Outcomes
 
@@ -53,6 +52,7 @@ class QueueState:
         rejected_in_a_row: groups rejected since the last group that was accepted.
         outcomes: the ledger, in which the attempts that end with the process are already counted as unused.
         outstanding: the prompts that wait to be taken, in submission order.
+        left_out: reason -> how many rows before the cursor were left out for it.
     """
 
     next_take: int
@@ -62,6 +62,7 @@ class QueueState:
     rejected_in_a_row: int
     outcomes: Outcomes
     outstanding: list[OutstandingState]
+    left_out: dict[str, int] = field(default_factory=dict)
 
     @property
     def first_row(self) -> int:
@@ -112,7 +113,6 @@ def _described(value: Any) -> Any:
         return [_described(item) for item in value]
     if isinstance(value, dict):
         return {key: _described(item) for key, item in value.items()}
-    pil = sys.modules.get("PIL.Image")  # which is imported wherever there is an image
-    if pil is None or not isinstance(value, pil.Image):
+    if not is_image(value):
         return value
     return value.mode, value.size, hashlib.sha256(value.tobytes()).hexdigest()

@@ -24,6 +24,7 @@ from trl_a3po.episodes.tools import ToolRollout
 from trl_a3po.protocol.engine import Engine, SamplingSettings
 from trl_a3po.protocol.records import Group
 from trl_a3po.rollout.batch_rows import Row
+from trl_a3po.session.prompt_images import image_rules
 from trl_a3po.workers.remote_object import RemoteObjects
 
 if TYPE_CHECKING:
@@ -81,11 +82,12 @@ def build_episodes(trainer: "A3POTrainer", engine: Engine, sampling: SamplingSet
         templates = _templates_of_rollout_function(trainer)
         return Episodes(_runner(trainer, engine, sampling, trainer.rollout, templates), None)
     templates = ChatTemplates(
-        trainer._tokenizer,
+        trainer.processing_class,
         chat_template=trainer.chat_template,
         chat_template_kwargs=trainer.chat_template_kwargs,
         tools=trainer.tools,
         environment_tools=trainer._env_tools if trainer.environment_factories else None,
+        image_rules=image_rules(trainer),
     )
     calls, pool = Calls(limit=args.tool_threads), None
     processes = RemoteObjects() if args.environment_processes else None
@@ -168,11 +170,14 @@ def _runner(
 
 def _templates_of_rollout_function(trainer: "A3POTrainer") -> ChatTemplates:
     """Templates that parse tool calls, and add messages, where the tokenizer's own is one that TRL knows."""
-    tokenizer, chat_template = trainer._tokenizer, trainer.chat_template
+    processing_class, chat_template = trainer.processing_class, trainer.chat_template
     templates = ChatTemplates(
-        tokenizer, chat_template=chat_template, chat_template_kwargs=trainer.chat_template_kwargs
+        processing_class,
+        chat_template=chat_template,
+        chat_template_kwargs=trainer.chat_template_kwargs,
+        image_rules=image_rules(trainer),
     )
-    if tokenizer.chat_template is not None and chat_template is None:
+    if processing_class.chat_template is not None and chat_template is None:
         templates.adapt()
     return templates
 

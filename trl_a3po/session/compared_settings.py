@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Settings = dict[str, dict[str, Any]]  # group -> setting -> value
 
+VOCABULARY, CHAT_TEMPLATE = DIGESTS = ("vocabulary of the tokenizer", "chat_template")
+IMAGE_PROCESSOR = "processing_class.image_processor"
 BATCH_SETTINGS = (
     "schedule",
     "objective",
@@ -59,11 +61,11 @@ def compared_settings(trainer: "CheckpointHooks") -> Settings:
             "num_iterations": trainer.num_iterations,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
         },
-        "tokenizer": {"vocabulary of the tokenizer": _digest(sorted(tokenizer.get_vocab().items()))},
+        "tokenizer": {VOCABULARY: _digest(sorted(tokenizer.get_vocab().items()))},
         "prompts": {
-            "chat_template": _digest(trainer.chat_template or trainer.processing_class.chat_template),
+            CHAT_TEMPLATE: _digest(trainer.chat_template or trainer.processing_class.chat_template),
             "chat_template_kwargs": trainer.chat_template_kwargs,
-            "image processor": _image_processor(trainer),
+            IMAGE_PROCESSOR: _image_processor(trainer),
         },
         "sampling": {
             "max_completion_length": sampling.pop("max_new_tokens"),
@@ -87,10 +89,10 @@ def compared_settings(trainer: "CheckpointHooks") -> Settings:
 
 
 def changed_settings(saved: Settings, now: Settings) -> dict[str, str]:
-    """For each group that has changed, which settings have changed, with both values."""
+    """For each group that has changed, which settings have changed, with both values where these say something."""
     changed = {
         group: [
-            f"{name}={saved[group].get(name)!r} (now {value!r})"
+            _difference(name, saved[group].get(name), value)
             for name, value in settings.items()
             if saved[group].get(name) != value
         ]
@@ -99,10 +101,22 @@ def changed_settings(saved: Settings, now: Settings) -> dict[str, str]:
     return {group: ", ".join(settings) for group, settings in changed.items() if settings}
 
 
-def _image_processor(trainer: "CheckpointHooks") -> str | None:
-    """A digest of what decides how images are prepared; `None` for a tokenizer."""
+def _difference(name: str, saved: Any, now: Any) -> str:
+    if name in DIGESTS:
+        return f"another {name}"
+    if name == IMAGE_PROCESSOR and isinstance(saved, dict) and isinstance(now, dict):
+        names = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
+        return ", ".join(f"{name}.{key}={saved.get(key)!r} (now {now.get(key)!r})" for key in names)
+    return f"{name}={saved!r} (now {now!r})"
+
+
+def _image_processor(trainer: "CheckpointHooks") -> dict[str, Any] | None:
+    """What decides how images are prepared; `None` for a tokenizer."""
     processor = trainer.processing_class
-    return _digest(processor.image_processor.to_json_string()) if isinstance(processor, ProcessorMixin) else None
+    if not isinstance(processor, ProcessorMixin):
+        return None
+    settings: dict[str, Any] = json.loads(processor.image_processor.to_json_string())
+    return settings
 
 
 def _digest(value: Any) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from trl_a3po.distributed.rank_shares import rank_share
 from trl_a3po.protocol.images import PromptImages
 from trl_a3po.report.completions_table import RowWeights
-from trl_a3po.rollout.batch_rows import Row
+from trl_a3po.rollout.batch_rows import Row, images_of_row
 
 
 @dataclass(slots=True)
@@ -15,7 +15,7 @@ class CurrentBatch:
 
     Args:
         rows: this process's rows, one per rollout, from the take until TRL has prepared them; `None` otherwise.
-        images: those of one prompt of the batch, in whichever process; `None` if no prompt has any.
+        images: those of one row of the batch, in whichever process; `None` if no row has any.
         sampled, scored: TRL has asked for the completions, and for the rewards, of `rows`.
         take_number: number of the last take within its generation batch. It is 0 unless `schedule="periodic"`, where
             every micro-step takes its own groups.
@@ -42,7 +42,7 @@ class CurrentBatch:
 
     def take_share(self, rows: Sequence[Row], rank: int, processes: int) -> list[Row]:
         """Of the rows of all processes, hold those of process `rank`, and return them."""
-        self.images = next((group.prompt.images for group, _ in rows if group.prompt.images is not None), None)
+        self.images = next((images for row in rows if (images := images_of_row(row)) is not None), None)
         self.rows = rank_share(rows, rank, processes)
         return self.rows
 

@@ -1,7 +1,7 @@
 """The groups of an evaluation: the prompts of its batches, and the groups that got no reward.
 
-Guarantees: if the mean of an evaluation leaves groups out, a warning says so, once per run; if it leaves all of them
-out, an error is raised.
+Guarantees: a prompt that cannot be used ends an evaluation with an error; if the mean of an evaluation leaves groups
+out, a warning says so, once per run; if it leaves all of them out, an error is raised.
 """
 
 import logging
@@ -9,8 +9,15 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import datasets
+from torch.utils.data import Dataset
+
+from trl_a3po.checks.data import stored_row
+from trl_a3po.checks.images import UnusablePrompt
 from trl_a3po.errors import RewardError
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Score
+from trl_a3po.rollout.prompt_stream import TokenizedPrompt
+from trl_a3po.session.prompt_images import messages_with_images
 from trl_a3po.session.prompt_rows import tokenize_prompt
 
 if TYPE_CHECKING:
@@ -19,6 +26,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROMPT_COLUMNS = ("prompt", "image", "images")
+NOT_LEFT_OUT = (
+    "Rows of an evaluation are not left out, because its means would then be those of other rows each time. "
+    "eval_on_start=True finds such rows before training."
+)
 FIRST_NOISE_KEY = 1 << 40  # no prompt of the training stream has a noise key as high
 
 
@@ -38,7 +49,33 @@ def evaluation_prompts(trainer: "A3POTrainer", rows: list[dict[str, Any]]) -> li
             f"An evaluation batch of {len(rows)} rows does not hold whole groups of num_generations_eval={size}: "
             "set per_device_eval_batch_size to a multiple of it."
         )
-    return [Prompt(i, chunk[0], *tokenize_prompt(trainer, chunk[0])) for i, chunk in enumerate(chunks)]
+    return [Prompt(i, chunk[0], *_evaluated_prompt(trainer, chunk[0])) for i, chunk in enumerate(chunks)]
+
+
+class EvaluatedRows(Dataset[dict[str, Any]]):
+    """The rows of an evaluation dataset. One whose images cannot be read raises an error with its number."""
+
+    def __init__(self, dataset: datasets.Dataset):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        row = stored_row(self._dataset, number)
+        try:
+            if not isinstance(row["prompt"], str):
+                messages_with_images(row)
+        except UnusablePrompt as error:
+            raise ValueError(f"Row {number} of the evaluation dataset: {error} {NOT_LEFT_OUT}") from error
+        return row
+
+
+def _evaluated_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPrompt:
+    try:
+        return tokenize_prompt(trainer, row)
+    except UnusablePrompt as error:
+        raise ValueError(f"A row of the evaluation dataset: {error} {NOT_LEFT_OUT}") from error
 
 
 class EvaluationScores:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
+from trl_a3po.checks.data import stored_row
 from trl_a3po.checks.images import UnusablePrompt
 from trl_a3po.models.memory import GIB
 from trl_a3po.session.prompt_rows import tokenize_prompt
@@ -36,7 +37,7 @@ def image_memory(trainer: "A3POTrainer") -> str | None:
 
 def _bytes_of(trainer: "A3POTrainer", number: int) -> int:
     try:
-        images = tokenize_prompt(trainer, trainer.train_dataset[number]).images
+        images = tokenize_prompt(trainer, stored_row(trainer.train_dataset, number)).images
     except UnusablePrompt:  # which will be left out
         return 0
     return 0 if images is None else images.nbytes

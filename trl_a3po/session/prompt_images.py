@@ -6,13 +6,13 @@ tokens, is not sampled from (`UnusableImages`).
 
 import io
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from trl.data_utils import prepare_multimodal_messages
 
-from trl_a3po.checks.images import UnusableImages, check_fields, check_placeholders
+from trl_a3po.checks.images import RefusedImages, UnreadableImage, UnusableImages, check_fields, check_placeholders
+from trl_a3po.episodes.image_rules import ImageRules
 from trl_a3po.protocol.images import PromptImages
 from trl_a3po.rollout.prompt_stream import TokenizedPrompt
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
 
 Messages = list[dict[str, Any]]
-
-TOKENS = ("input_ids", "attention_mask")
 
 
 def images_in_columns(row: Mapping[str, Any]) -> list[Any] | None:
@@ -64,21 +62,44 @@ def tokenized_with_images(trainer: "A3POTrainer", row: Mapping[str, Any]) -> Tok
     try:
         prompt_ids, images, fields = trainer._tokenize_prompts([messages])
     except (ValueError, RuntimeError, ArithmeticError) as error:
-        raise UnusableImages(f"The processor refuses a prompt and its images: {error}") from error
+        raise RefusedImages(f"The processor refuses a prompt and its images: {error}") from error
     token_ids = list(prompt_ids[0])
+    check = partial(check_fields, trainer.processing_class, trainer.model)
     shown = messages if images_in_columns(row) is not None else None
     if not images or not images[0]:
-        check_fields(trainer, token_ids, None)
+        check(token_ids, None)
         return TokenizedPrompt(token_ids, None, shown)
-    made = {name: as_tensor(value) for name, value in fields.items() if name not in TOKENS}
-    prompt_images = PromptImages(tuple(images[0]), made)
-    check_fields(trainer, token_ids, prompt_images)
+    prompt_images = PromptImages.made(images[0], fields)
+    check(token_ids, prompt_images)
     return TokenizedPrompt(token_ids, prompt_images, shown)
 
 
-def as_tensor(field: Any) -> torch.Tensor:
-    """A field of a processor's output for one prompt. Processors give an array, or a list of arrays of one shape."""
-    return torch.as_tensor(np.asarray(field))
+def image_rules(trainer: "A3POTrainer") -> ImageRules | None:
+    """What episodes may do with images; `None` for a tokenizer."""
+    if not trainer._is_vlm:
+        return None
+    processor: Any = trainer.processing_class
+    names = ("image_token", "boi_token", "video_token")  # what processors put in the place of images
+    tokens = [getattr(processor, name, None) for name in names]
+    return ImageRules(
+        opened=copied_image,
+        shown=messages_with_images,
+        check=partial(check_fields, processor, trainer.model),
+        tokens=tuple(token for token in tokens if isinstance(token, str)),
+    )
+
+
+def copied_image(image: Any) -> "Image":
+    """As `opened_image`, read and copied: an environment may go on to draw in the image that it has returned.
+
+    Raises:
+        UnreadableImage: it cannot be read.
+    """
+    opened = opened_image(image)
+    try:
+        return opened.copy()
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UnreadableImage(f"An image cannot be read. {error}") from error
 
 
 def opened_image(image: Any) -> "Image":
@@ -86,7 +107,7 @@ def opened_image(image: Any) -> "Image":
     `datasets.Image(decode=False)` gives it.
 
     Raises:
-        UnusableImages: it is none of these, or cannot be read.
+        UnreadableImage: it is none of these, or cannot be read.
     """
     from PIL import Image  # which a run without images does not need
 
@@ -96,12 +117,12 @@ def opened_image(image: Any) -> "Image":
     if isinstance(image, Mapping):
         source = io.BytesIO(image["bytes"]) if image.get("bytes") is not None else image.get("path")
     if isinstance(source, str) and (source.startswith("data:") or "://" in source):
-        raise UnusableImages(
+        raise UnreadableImage(
             f"An image is given as the address {source[:60]!r}, which is not fetched during training: save the image "
             "in the dataset, in a column of type datasets.Image."
         )
     if not isinstance(source, str | io.BytesIO):
-        raise UnusableImages(
+        raise UnreadableImage(
             f"An image is a {type(image).__name__}: give a PIL image, the path of a file, or a column of type "
             "datasets.Image."
         )
@@ -110,7 +131,7 @@ def opened_image(image: Any) -> "Image":
         opened.load()
     except (OSError, SyntaxError, ValueError) as error:
         where = "its bytes" if isinstance(source, io.BytesIO) else repr(source)
-        raise UnusableImages(f"An image cannot be read from {where}: repair or remove the row. {error}") from error
+        raise UnreadableImage(f"An image cannot be read from {where}: repair or remove the row. {error}") from error
     return opened
 
 

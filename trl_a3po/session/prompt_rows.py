@@ -8,20 +8,23 @@ of the user's own; no row is read before it is requested; a row that does not fi
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DistributedSampler
 
 from trl_a3po.checks.data import (
-    IMAGES,
     check_prompt,
     check_prompt_ids,
     check_rows,
     context_of,
     room_for_completion,
+    stored_row,
+    streamed,
 )
-from trl_a3po.checks.images import UnusableImages, UnusablePrompt
+from trl_a3po.checks.images import UnusableImages, UnusablePrompt, overlong_images
+from trl_a3po.episodes.templates import NO_PROMPT
+from trl_a3po.rollout.left_out import LeftOut
 from trl_a3po.rollout.prompt_stream import TokenizedPrompt
 from trl_a3po.session.prompt_images import tokenized_with_images
 
@@ -30,33 +33,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NO_PROMPT = [{"role": "user", "content": ""}]  # of a row whose prompt comes from its environment, as in TRL
+FIRST_ROWS = 8  # of which one has to be usable: if none is, the processor or the chat template is at fault
 
 
-def prompt_rows(trainer: "A3POTrainer", first_row: int = 0) -> Iterator[dict[str, Any] | None]:
+class NumberedRow(NamedTuple):
+    """A row, and its number in a dataset that has numbers."""
+
+    number: int | None
+    row: dict[str, Any]
+
+
+def prompt_rows(trainer: "A3POTrainer", first_row: int = 0) -> Iterator[NumberedRow | None]:
     """Dataset rows in the order of GRPOTrainer, epoch after epoch, beginning with row number `first_row`. The last
     batch of an epoch is left out if it is incomplete. `None` stands where an epoch of a stream ends."""
     args, dataset = trainer.args, trainer.train_dataset
     groups = args.groups_per_batch
     if isinstance(dataset, IterableDataset):
         rows = _streamed_rows(dataset.shuffle(seed=args.seed) if trainer.shuffle_dataset else dataset, groups)
-        rows = _without_first(rows, first_row)
+        for row in _without_first(rows, first_row):
+            yield None if row is None else NumberedRow(None, _used_columns(trainer, row))
     else:
-        rows = (_stored_row(dataset, index) for index in itertools.islice(_sampled_rows(trainer), first_row, None))
-    for row in rows:
-        yield None if row is None else _used_columns(trainer, row)
-
-
-def _stored_row(dataset: Dataset, index: int) -> dict[str, Any]:
-    """A row of the dataset. One whose images `datasets` cannot decode has them as they are stored, so that they are
-    refused, or left out, as images of every other form are."""
-    try:
-        row: dict[str, Any] = dataset[index]
-    except (OSError, ValueError, SyntaxError, ImportError):  # a file that is gone or broken, an address
-        if not set(IMAGES) & set(dataset.column_names) or dataset.format["type"] == "custom":
-            raise
-        row = dataset.with_format("arrow")[index].to_pylist()[0]
-    return row
+        for number in itertools.islice(_sampled_rows(trainer), first_row, None):
+            yield NumberedRow(number, _used_columns(trainer, stored_row(dataset, number)))
 
 
 def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPrompt:
@@ -74,18 +72,36 @@ def tokenize_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPro
     else:
         prompt_ids, _, _ = trainer._tokenize_prompts([given["prompt"]])
         prompt = TokenizedPrompt(list(prompt_ids[0]))
-    check_prompt_ids(prompt.token_ids, row, trainer.args, trainer.model.config.get_text_config())
+    config, of_images = trainer.model.config.get_text_config(), overlong_images(trainer, prompt)
+    check_prompt_ids(prompt.token_ids, row, trainer.args, config, of_images)
     return prompt
 
 
-def tokenize_or_leave_out(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPrompt | None:
-    """As `tokenize_prompt`, with `None` and a warning for a prompt that does not fit or whose images cannot be used.
+def first_prompt(trainer: "A3POTrainer") -> tuple[dict[str, Any], TokenizedPrompt]:
+    """The first row of `train_dataset` that can be used, and its prompt.
+
+    Raises:
+        ValueError: the first `FIRST_ROWS` rows are all left out of a run, or one has a prompt that ends a run.
+    """
+    dataset = trainer.train_dataset
+    stored = isinstance(dataset, Dataset)
+    rows = (stored_row(dataset, number) for number in range(len(dataset))) if stored else streamed(dataset)
+    faults: list[UnusablePrompt] = []
+    for row in itertools.islice(rows, FIRST_ROWS):
+        try:
+            return row, tokenize_prompt(trainer, row)
+        except UnusablePrompt as error:
+            faults.append(error)
+    raise ValueError(f"None of the first {len(faults)} rows of train_dataset can be used. Row 0: {faults[0]}")
+
+
+def tokenize_or_leave_out(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPrompt | LeftOut:
+    """As `tokenize_prompt`, or why the row is left out: its prompt does not fit, or its images cannot be used.
     Such a row has escaped `check_all_rows`, because it belongs to a stream, is made when it is read, or has images."""
     try:
         return tokenize_prompt(trainer, row)
     except UnusablePrompt as error:
-        logger.warning("A row of train_dataset is left out. %s", error)
-        return None
+        return LeftOut(error.reason, str(error))
 
 
 def prompt_with_tokens(trainer: "A3POTrainer", row: dict[str, Any], token_ids: list[int]) -> TokenizedPrompt:
@@ -112,7 +128,7 @@ def check_all_rows(trainer: "A3POTrainer") -> None:
 
     Only a prompt of text that may be too long is tokenised: one with at least as many bytes as tokens would fit beside
     the tokens that the chat template adds, of which the first row has at least as many. Of prompts with images, the
-    first one is, which says whether the processor and the model match.
+    first one that can be used is, which says whether the processor and the model match.
     """
     args, tokenizer, config = trainer.args, trainer.processing_class, trainer.model.config.get_text_config()
     context = context_of(args, config)
@@ -132,7 +148,7 @@ def check_all_rows(trainer: "A3POTrainer") -> None:
 
     check_rows("train_dataset", trainer.train_dataset, tokenizer, token_ids)
     if trainer._is_vlm and isinstance(trainer.train_dataset, Dataset) and not trainer.environment_factories:
-        tokenize_prompt(trainer, trainer.train_dataset[0])
+        first_prompt(trainer)
     check_rows("eval_dataset", trainer.eval_dataset, tokenizer, token_ids)
     if rooms:
         logger.warning(
@@ -215,7 +231,7 @@ def _streamed_rows(dataset: IterableDataset, groups: int) -> Iterator[dict[str, 
     for epoch in itertools.count():
         dataset.set_epoch(epoch)  # as the Trainer does: every epoch is shuffled differently
         whole_batches, batch = 0, []
-        for row in dataset:
+        for row in streamed(dataset):
             batch.append(row)
             if len(batch) == groups:
                 yield from batch

@@ -34,7 +34,14 @@ from trl_a3po.rollout.batch_rows import (
 from trl_a3po.session.build_scorer import scoring_outside_training
 from trl_a3po.session.checkpoint_hooks import CheckpointHooks
 from trl_a3po.session.current_batch import CurrentBatch
-from trl_a3po.session.replayed_images import counted_by_row, images_of, pictures_of, replayed_images, rows_for_trl
+from trl_a3po.session.replayed_images import (
+    counted_by_row,
+    images_of,
+    later_pictures_of,
+    pictures_of,
+    replayed_images,
+    rows_for_trl,
+)
 from trl_a3po.session.temporarily import temporarily
 
 
@@ -64,9 +71,12 @@ class ReplayHooks(CheckpointHooks):
             self._current_batch.sampled = True
             return replayed_rollouts(rows)
 
-        with temporarily(self, rollout_func=replayed):
-            prompt_ids, completion_ids, mask, _, *rest = super()._generate(prompts)
-        return (prompt_ids, completion_ids, mask, messages_of(rows), *rest)
+        with temporarily(self, rollout_func=replayed, tools=[]):
+            prompt_ids, completion_ids, mask, _, logps, extra, _, _ = super()._generate(prompts)
+        pictures, later = pictures_of(self._current_batch), later_pictures_of(rows)
+        if pictures is not None:
+            pictures = [[*(one or ()), *more] or None for one, more in zip(pictures, later, strict=True)]
+        return prompt_ids, completion_ids, mask, messages_of(rows), logps, extra, pictures, later
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         rows = self._current_batch.rows
@@ -123,6 +133,7 @@ class ReplayHooks(CheckpointHooks):
             self._without_environments(),
             one_input_hook(self.model),
             replayed_images(self, current),
+            self._reading_images_of_completions(),
         ):
             batch = super()._generate_and_score_completions(rows_for_trl(current, inputs))
         rows = current.pop_rows()
@@ -155,6 +166,16 @@ class ReplayHooks(CheckpointHooks):
     def _without_environments(self) -> Iterator[None]:
         """Inside, TRL neither makes nor resets environments."""
         with temporarily(self, environment_factories=None, environments=None):
+            yield
+
+    @contextmanager
+    def _reading_images_of_completions(self) -> Iterator[None]:
+        """Inside, TRL looks for images in the completions of a rollout function too, as it does where there are
+        tools."""
+        if self.rollout is None or not any(later_pictures_of(self._current_batch.rows or ())):
+            yield
+            return
+        with temporarily(self, tools=[self.rollout]):  # `_generate` has none again
             yield
 
     def _starts_comparison(self) -> bool:

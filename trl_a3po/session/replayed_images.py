@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trl_a3po.protocol.images import PromptImages, pads_rows
+from trl_a3po.models.image_token import image_token_of
+from trl_a3po.protocol.images import PER_TOKEN, PromptImages, pads_rows
 from trl_a3po.rollout.batch_images import batch_fields
-from trl_a3po.rollout.batch_rows import Row, prompt_ids_of
+from trl_a3po.rollout.batch_rows import Row, images_of_row, pictures_of_row, prompt_ids_of
 from trl_a3po.session.current_batch import CurrentBatch
 from trl_a3po.session.temporarily import temporarily
 
@@ -19,43 +20,57 @@ if TYPE_CHECKING:
     from trl_a3po.session.checkpoint_hooks import CheckpointHooks
 
 
-class ReplayedProcessor:
-    """A processor that returns `fields` when it is called, and otherwise is `processor`."""
+class Replayed:
+    """What returns `fields` when it is called, and otherwise is `original`, but for these `attributes`."""
 
-    def __init__(self, processor: Any, fields: dict[str, torch.Tensor]):
-        self._processor = processor
+    def __init__(self, original: Any, fields: dict[str, torch.Tensor], **attributes: Any):
+        self._original = original
         self._fields = fields
+        vars(self).update(attributes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        return self._fields
+        return dict(self._fields)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._processor, name)
+        return getattr(self._original, name)
 
 
 def images_of(rows: Sequence[Row]) -> list[PromptImages | None]:
-    """The images of each row's prompt."""
-    return [group.prompt.images for group, _ in rows]
+    """The images of each row."""
+    return [images_of_row(row) for row in rows]
 
 
 def pictures_of(batch: CurrentBatch) -> list[list[Any] | None] | None:
-    """The images of each row as TRL lists them; `None` if no row of the batch has any, in no process: TRL gathers the
-    images of all processes."""
+    """The images of each row's prompt as TRL lists them; `None` if no row of the batch has any, in no process: TRL
+    gathers the images of all processes."""
     if batch.images is None:
         return None
-    return [None if one is None else list(one.images) for one in images_of(batch.rows or ())]
+    return [pictures_of_row(row)[0] or None for row in batch.rows or ()]
 
 
 @contextmanager
 def replayed_images(trainer: "CheckpointHooks", batch: CurrentBatch) -> Iterator[None]:
-    """Inside, the trainer's processor returns the stored fields of the batch's rows."""
+    """Inside, the trainer's processor returns the stored fields of the batch's rows.
+
+    TRL asks the whole processor where only prompts show images. Where a completion does, it asks the image processor,
+    and finds the tokens of images by their ids, which it knows of some families alone.
+    """
     rows = batch.rows or ()
     if batch.images is None:
         yield
         return
     fields = batch_fields(images_of(rows), [len(prompt_ids_of(row)) for row in rows], batch.images)
-    with temporarily(trainer, processing_class=ReplayedProcessor(trainer.processing_class, fields)):
+    processor: Any = trainer.processing_class
+    of_images = {name: field for name, field in fields.items() if name not in PER_TOKEN}
+    replayed = Replayed(processor, fields, image_processor=Replayed(processor.image_processor, of_images))
+    ids = {"_image_pad_token_id": image_token_of(trainer.model.config), "_video_pad_token_id": None}
+    with temporarily(trainer, processing_class=replayed, **ids):
         yield
+
+
+def later_pictures_of(rows: Sequence[Row]) -> list[list[Any]]:
+    """The images of each row's completion."""
+    return [pictures_of_row(row)[1] for row in rows]
 
 
 def rows_for_trl(batch: CurrentBatch, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,10 +15,12 @@ from datasets import IterableDataset
 from transformers.trainer_callback import TrainerState
 
 from trl_a3po.checkpoints import checkpoint
+from trl_a3po.checkpoints.saved_images import opened
 from trl_a3po.checkpoints.saved_run import as_damage, read_run, read_slices
 from trl_a3po.rollout.outcomes import Outcomes
 from trl_a3po.rollout.queue_state import QueueState
 from trl_a3po.session.compared_settings import changed_settings, compared_settings
+from trl_a3po.session.restored_images import with_saved_images
 from trl_a3po.session.saving import COUNTS, Slice
 
 if TYPE_CHECKING:
@@ -71,6 +73,9 @@ def load_run(trainer: "A3POTrainer", folder: Path) -> RunState:
     _check_processes(trainer, saved.processes, saved.slices is not None, folder)
     _check_data_skip(trainer, folder)
     queue = _made_again(saved.queue, changed, folder)
+    if saved.images:
+        with as_damage(folder):
+            queue = with_saved_images(trainer, queue, opened(saved.images))
     if trainer.environment_factories:
         queue = queue.without_unscored_rollouts()
     takes = -(-saved.micro_steps // trainer.args.micro_steps_per_take)  # as this run's schedule counts them
@@ -124,8 +129,8 @@ def _check_settings(changed: dict[str, str], inside_a_batch: bool, folder: Path)
         )
     if "tokenizer" in changed:
         raise ValueError(
-            f"{folder} was saved with another tokenizer ({changed['tokenizer']}), in which its token ids mean other "
-            "text: resume with the tokenizer of that run, or start a new run from its weights."
+            f"{folder} was saved with {changed['tokenizer']}, in which its token ids mean other text: resume "
+            "with the tokenizer of that run, or start a new run from its weights."
         )
     decided = [text for group, text in changed.items() if group in ("prompts", "sampling", "scoring", "batch")]
     if inside_a_batch and decided:

@@ -77,7 +77,8 @@ def _slices_left(trainer: "CheckpointHooks") -> list[Slice | None] | None:
 
 def _logs(trainer: "CheckpointHooks") -> dict[str, Any]:
     logs = {name: list(trainer._logs[name]) for name in ("prompt", "completion", "advantages")}
-    logs["prompt"] = list(map(strip_images_from_messages, logs["prompt"]))
+    for name in ("prompt", "completion"):
+        logs[name] = list(map(strip_images_from_messages, logs[name]))
     return logs | {
         name: {column: list(values) for column, values in trainer._logs[name].items()} for name in ("rewards", "extra")
     }

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trl_a3po.config import A3POConfig
+from trl_a3po.models.image_token import image_token_of
 from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.records import Group
 from trl_a3po.publish.adapter_or_merged import published_spec
@@ -33,6 +34,7 @@ from trl_a3po.session.closing import close_after_error
 from trl_a3po.session.cores import SharedCores
 from trl_a3po.session.engine_gap import EngineGapOfRun
 from trl_a3po.session.evaluation import FIRST_NOISE_KEY, EvaluationScores, evaluation_prompts
+from trl_a3po.session.left_out_rows import LeftOutRows
 from trl_a3po.session.prompt_rows import prompt_with_tokens, tokenize_or_leave_out
 from trl_a3po.session.resuming import RunState, new_run
 from trl_a3po.session.sampling import check_unchanged, sampling_settings
@@ -85,6 +87,7 @@ class Session:
             rules=asdict(queue_rules(args, episodes=self._episodes is not None)),
             devices=asdict(split_of(args, trainer._team.size)),
         )
+        self.timeline.flush()  # who watches the run sees that it starts, which may take minutes
         keeps = trainer._rollout_log.share > 0
         self.rollouts = begin_rollouts(args, self.run, version, resumed=resumed is not None) if keeps else None
         self._warnings = LoggedWarnings(self.timeline)
@@ -95,7 +98,9 @@ class Session:
             partial(tokenize_or_leave_out, trainer),
             first_row,
             with_tokens=partial(prompt_with_tokens, trainer),
+            row_left_out=LeftOutRows(trainer._train_rows, self.timeline).add,
         )
+        self._prompts = prompts
         self.queue = build_queue(
             trainer,
             self.engine,
@@ -212,6 +217,11 @@ class Session:
         their worker die ("crashes")."""
         return {"timeouts": self._scorer.timeouts, "crashes": self._scorer.crashes}
 
+    @property
+    def rows_left_out(self) -> int:
+        """How many rows of the data the run has left out so far."""
+        return self._prompts.left_out.total()
+
     def measured_gaps(self) -> list[float]:
         """The mean |Δ log-prob| between engine and trainer that each delivery check since the last call has found."""
         return [] if self._delivery is None else self._delivery.new_gaps()
@@ -255,7 +265,7 @@ class Session:
     def _check_delivery(self, args: A3POConfig, prompts: PromptStream, version: int) -> DeliveryCheck | None:
         """The delivery check, after its first run; `None` if there is no prompt, and so nothing to sample."""
         probes = max(NUM_PROBES, len(args.engine_devices), len(args.vllm_server_urls or ()))  # one for each engine
-        images = self._model.config.to_dict().get("image_token_id")  # of probes, which show none
+        images = image_token_of(self._model.config)  # of probes, which show none
         peeked = prompts.peek(min(probes, args.groups_per_batch))
         first = [[token for token in prompt.token_ids if token != images] for prompt in peeked]
         if not first:

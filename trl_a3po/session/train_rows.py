@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import datasets
 from torch.utils.data import Dataset, IterableDataset
 
-from trl_a3po.session.prompt_rows import prompt_rows
+from trl_a3po.session.prompt_rows import NumberedRow, prompt_rows
 from trl_a3po.session.resuming import RunState
 from trl_a3po.session.temporarily import temporarily
 
@@ -34,15 +34,19 @@ class TrainRows:
         counted: rows before the first of `rows` that the dataloader counts too, because it begins earlier.
         kept: a prompt stream reads this iterator. Otherwise rows are only counted, and those of a dataset with a
             length are not read at all.
+
+    Attributes:
+        number: which row of the dataset the iterator has given last; `None` for a dataset without numbers.
     """
 
-    def __init__(self, rows: Iterator[Row | None], *, batch: int, micro_steps: int, counted: int, kept: bool):
+    def __init__(self, rows: Iterator[NumberedRow | None], *, batch: int, micro_steps: int, counted: int, kept: bool):
         self.batch = batch
         self.micro_steps = micro_steps
         self._rows = rows
         self._counted = -counted  # rows of the batches that the dataloader has given, minus those it began with
         self._is_kept = kept
-        self._kept: deque[Row] = deque()  # read, and not yet asked for
+        self.number: int | None = None
+        self._kept: deque[NumberedRow] = deque()  # read, and not yet asked for
         self._number_read = 0
         self._epoch = 0  # of the dataloader
         self._epoch_ends: list[int] = []  # how many rows had been read
@@ -56,7 +60,8 @@ class TrainRows:
             if self._ended:
                 raise StopIteration
             self._advance()
-        return self._kept.popleft()
+        self.number, row = self._kept.popleft()
+        return row
 
     def reach(self, micro_step: int) -> None:
         """The dataloader of a dataset with a length has come to this micro-step of the run (0-based)."""

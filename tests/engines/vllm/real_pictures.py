@@ -12,7 +12,7 @@ from tests.vision import FAMILIES, messages
 from trl_a3po.protocol.engine import GroupFinished, GroupRequest, SamplingSettings
 from trl_a3po.protocol.images import PromptImages
 
-LENGTH, TOLERANCE = 150, 1e-4
+TOLERANCE = 1e-4
 _IMAGE_TOKENS = ["<image>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<boi>"]
 
 
@@ -87,9 +87,9 @@ def clean_logps(model, asked: GroupRequest, rollout, temperature: float) -> torc
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
 
 
-def sampling_of(processor, temperature: float) -> SamplingSettings:
+def sampling_of(processor, temperature: float, length: int) -> SamplingSettings:
     suppressed = tuple(processor.tokenizer.convert_tokens_to_ids(_IMAGE_TOKENS))
-    return SamplingSettings(LENGTH, temperature=temperature, suppress_token_ids=suppressed, seed=5)
+    return SamplingSettings(length, temperature=temperature, suppress_token_ids=suppressed, seed=5)
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:

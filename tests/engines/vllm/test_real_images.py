@@ -101,7 +101,9 @@ def test_a_publish_leaves_nothing_of_the_images_before(served, kv_on_publish, tm
     engine = VLLMServers([url], folder=tmp_path, kv_on_publish=kv_on_publish, kept_versions=4, images=True)
     try:
         engine.start(
-            policy_spec(model, torch.float32), sampling_of(processor, 1.0), collect_weights(model, 0, complete=True)
+            policy_spec(model, torch.float32),
+            sampling_of(processor, 1.0, 150),
+            collect_weights(model, 0, complete=True),
         )
         states = [weights_of(model)]
         for attempt in range(1, 20):

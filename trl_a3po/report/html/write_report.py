@@ -28,7 +28,9 @@ from trl_a3po.report.html.figures import (
 )
 from trl_a3po.report.html.reported_run import ReportedRun
 from trl_a3po.report.html.samples import packed_samples
+from trl_a3po.report.left_out import rows_left_out
 from trl_a3po.report.verdict import verdict_of
+from trl_a3po.rollout.left_out import reasons_in_words
 
 MOST_RUNS = len(RUN_COLOURS)
 
@@ -111,6 +113,8 @@ def _facts(run: ReportedRun) -> dict[str, str]:
     tokens = sum(line["tokens"] for line in run.of_kind("group"))
     if tokens and run.seconds:
         facts["completion tokens"] = f"{tokens:,} ({tokens / run.seconds:,.0f} a second)"
+    if left_out := rows_left_out(run.lines):
+        facts["rows left out"] = f"{left_out.total()} ({reasons_in_words(left_out)})"
     return facts
 
 

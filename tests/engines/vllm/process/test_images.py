@@ -29,6 +29,7 @@ from trl_a3po.publish.collect import collect_weights, policy_spec
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TEMPERATURE = 0.8
+LENGTH = 500  # tokens; a real vLLM has sampled few hundred before a publish comes
 CASES = [
     ("qwen2_5_vl", "whole", "recompute"),
     ("idefics3", "adapter", "keep"),
@@ -59,14 +60,15 @@ def test_a_publish_leaves_nothing_of_the_images_before(name, what, kv_on_publish
         start_timeout=300.0,
     )
     try:
-        sampling = sampling_of(processor, TEMPERATURE)
+        sampling = sampling_of(processor, TEMPERATURE, LENGTH)
         engine.start(policy_spec(model, torch.float32), sampling, collect_weights(model, 0, complete=True))
         states = [weights_of(model)]
-        engine.submit(requests[:3])
-        until(lambda: engine.stats().tokens > 20)
         train(model, scale=0.05)
         states.append(weights_of(model))
-        engine.publish(collect_weights(model, 1, complete=False))
+        trained = collect_weights(model, 1, complete=False)
+        engine.submit(requests[:3])
+        until(lambda: engine.stats().tokens > 20)
+        engine.publish(trained)
         engine.submit(requests[3:])
         events = events_of(engine, range(5))
     finally:
