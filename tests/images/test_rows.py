@@ -270,7 +270,7 @@ REFUSED = {
     ),
     "the processor of a larger sister": (
         {"processing_class": lambda: changed("patch_size", 8)},
-        "the processor cuts images with patch_size=8, and the model has patch_size=4. Pass the model's own processor",
+        "the processor has image_processor.patch_size=8, and the model vision_config.patch_size=4. Pass the model's",
     ),
     "crops": (
         {"processing_class": lambda: changed("do_pan_and_scan", True)},
@@ -325,6 +325,44 @@ def test_the_delivery_check_is_made_on_text(tmp_path, family):
     engine.score = lambda prompt_ids, *rest: scored.append(prompt_ids) or score(prompt_ids, *rest)
     trainer.train()
     assert scored and not any(trainer.model.config.image_token_id in ids for ids in scored)
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "value", "words"),
+    [
+        (
+            "qwen3_vl",
+            "image_processor.merge_size",
+            1,
+            "merge_size=1, and the model vision_config.spatial_merge_size=2",
+        ),
+        (
+            "qwen2_5_vl",
+            "image_processor.temporal_patch_size",
+            2,
+            "temporal_patch_size=2, and the model vision_config.",
+        ),
+        (
+            "gemma3",
+            "image_processor.size",
+            {"height": 32, "width": 32},
+            "size.height=32, and the model vision_config.",
+        ),
+        ("gemma3", "image_seq_length", 9, "image_seq_length=9, and the model mm_tokens_per_image=4"),
+        ("idefics3", "image_processor.max_image_size", {"longest_edge": 32}, "makes 16 features of a tile of 32 x 32"),
+        ("smolvlm", "image_seq_len", 9, "image_seq_len=9, and the model makes 4 features of a tile of 16 x 16"),
+        ("llava_next", "image_processor.crop_size", {"height": 32, "width": 32}, "crop_size.height=32, and the model"),
+        ("llava_next", "patch_size", 8, "has patch_size=8, and the model vision_config.patch_size=4"),
+    ],
+)
+def test_the_processor_of_a_model_of_another_size_is_refused(tmp_path, family, path, value, words):
+    processor = owner = FAMILIES[family].processor()
+    *owners, name = path.split(".")
+    for step in owners:
+        owner = getattr(owner, step)
+    setattr(owner, name, value)
+    with pytest.raises(ValueError, match=f"do not go together: the processor .*{re.escape(words)}"):
+        pictured(family, tmp_path, processing_class=processor)
 
 
 COUNTS = [2, 0, 1, 0, 0, 3, 1, 0]

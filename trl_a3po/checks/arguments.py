@@ -14,8 +14,8 @@ from peft import PeftModel
 from transformers import AutoConfig, PreTrainedModel, ProcessorMixin
 from trl.trainer.utils import get_callable_name
 
-from trl_a3po.checks.images import check_shows_images
 from trl_a3po.checks.policy import check_parallelism
+from trl_a3po.checks.processor import check_shows_images
 from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_engine import check_engine
 from trl_a3po.models.unwrap import base_model

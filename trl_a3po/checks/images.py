@@ -4,15 +4,13 @@ Guarantees: a prompt that passes has as many image tokens as the model will comp
 whose rule is known here; no other family passes with images.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import ProcessorMixin
 
+from trl_a3po.checks.processor import check_processor
 from trl_a3po.models.image_token import image_token_of
-from trl_a3po.models.unwrap import base_model
 from trl_a3po.protocol.images import PromptImages
 from trl_a3po.rollout.batch_rows import Row, images_of_row
 from trl_a3po.rollout.prompt_stream import TokenizedPrompt
@@ -20,7 +18,6 @@ from trl_a3po.rollout.prompt_stream import TokenizedPrompt
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
 
-PATCHES = {"patch_size": "patch_size", "merge_size": "spatial_merge_size"}  # of a processor, and of a model
 FAMILIES = "Qwen2.5-VL, Qwen3-VL, Gemma 3, Idefics 3, SmolVLM and LLaVA-NeXT"
 
 
@@ -74,56 +71,12 @@ def check_placeholders(prompt: Any, images: Sequence[Any]) -> None:
         )
 
 
-def check_shows_images(processor: ProcessorMixin, config: Any) -> None:
-    """Raise `ValueError` for a processor with a model of text, or with a setting that would have no effect.
-
-    Args:
-        config: of the model.
-    """
-    if image_token_of(config) is None:
-        raise ValueError(
-            f"processing_class is a {type(processor).__name__}, which shows images, but the model's configuration, a "
-            f"{type(config).__name__}, has no image token: pass processing_class.tokenizer to train on text, or a "
-            f"model of {FAMILIES}."
-        )
-    if processor.image_processor.to_dict().get("do_pan_and_scan"):
-        raise ValueError(
-            "processing_class.image_processor.do_pan_and_scan=True cannot hold: TRL could not tell the crops from "
-            "images of other rows, and prepares images without them. Set do_pan_and_scan=False, and larger images "
-            "in place of crops."
-        )
-
-
-def check_processor(processor: Any, model: Any, fields: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ValueError` for the processor of another family than the model's.
-
-    Args:
-        fields: what the processor has made of a prompt with images.
-    """
-    base = base_model(model)
-    others = sorted(set(fields) - set(inspect.signature(type(base).forward).parameters))
-    settings, vision = vars(processor.image_processor), vars(model.config.vision_config)
-    wrong = [
-        f"cuts images with {name}={settings[name]}, and the model has {there}={vision[there]}"
-        for name, there in PATCHES.items()
-        if name in settings and there in vision and settings[name] != vision[there]
-    ]
-    if others:
-        wrong.append(f"makes {', '.join(others)} of images, which the model does not take")
-    if wrong:
-        raise ValueError(
-            f"processing_class is a {type(processor).__name__} and the model a {type(base).__name__}, which do not go "
-            f"together: the processor {wrong[-1]}. Pass the model's own processor "
-            "(AutoProcessor.from_pretrained with the name of the model)."
-        )
-
-
 def check_fields(processor: Any, model: Any, token_ids: Sequence[int], images: PromptImages | None) -> None:
     """Raise `UnusableImages` unless the tokens of a prompt have one image token for each feature that the model makes
     of its images, and `ValueError` for a family of models whose number of features is not known."""
-    found = image_token_count(model.config, token_ids)
-    expected = 0 if images is None else feature_count(processor, images)
+    found, expected = image_token_count(model.config, token_ids), 0
     if images is not None:
+        expected = feature_count(processor, images)
         check_processor(processor, model, images.fields)
     if found == expected:
         return
