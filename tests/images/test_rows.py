@@ -21,6 +21,7 @@ from tests.images.pictured import (
 from tests.runs import TakeRecorder, logged
 from tests.tiny import tiny_tokenizer
 from tests.vision import FAMILIES, messages, picture
+from trl_a3po.session.evaluation import EvaluatedRows
 from trl_a3po.testing import StubEngine
 
 FEW = {"max_steps": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}  # one group
@@ -208,6 +209,12 @@ def test_a_row_of_an_evaluation_whose_image_cannot_be_read_is_named(tmp_path, de
     )
     with pytest.raises(ValueError, match=words):
         trainer.train()
+
+
+def test_a_row_of_an_evaluation_whose_prompt_is_text_or_comes_from_its_environment_is_given_as_it_is():
+    for column in ({"prompt": ["w1"]}, {"environment": ["maze"]}):
+        data = Dataset.from_dict(column)
+        assert EvaluatedRows(data)[0] == data[0]
 
 
 def test_a_row_of_an_evaluation_that_the_processor_refuses_is_no_row_that_is_left_out(tmp_path):

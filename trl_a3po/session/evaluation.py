@@ -64,7 +64,7 @@ class EvaluatedRows(Dataset[dict[str, Any]]):
     def __getitem__(self, number: int) -> dict[str, Any]:
         row = stored_row(self._dataset, number)
         try:
-            if not isinstance(row["prompt"], str):
+            if isinstance(row.get("prompt"), list):  # and not text, or a prompt that its environment gives
                 messages_with_images(row)
         except UnusablePrompt as error:
             raise ValueError(f"Row {number} of the evaluation dataset: {error} {NOT_LEFT_OUT}") from error
