@@ -49,6 +49,12 @@ def number_of_images(request: GroupRequest) -> int:
     return 0 if request.images is None else len(request.images.images)
 
 
+def added_images(request: GroupRequest) -> int:
+    """How many images are new in this turn."""
+    added = None if request.images is None else request.images.added
+    return 0 if added is None else len(added.images)
+
+
 def check_scored(
     prompt_ids: Sequence[int], completion_ids: Sequence[int], *, vocab_size: int, context: int | None
 ) -> None:

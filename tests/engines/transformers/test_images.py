@@ -13,7 +13,7 @@ from tests.engines.transformers.tiny_models import load, moved, run, settings
 from tests.vision import FAMILIES, VOCAB, messages, picture
 from trl_a3po.engines.transformers.decoder import SlotDecoder
 from trl_a3po.protocol.engine import GroupFinished, GroupRequest
-from trl_a3po.protocol.images import PromptImages
+from trl_a3po.protocol.images import PromptImages, grown
 from trl_a3po.publish.collect import collect_weights
 
 LENGTH, TOLERANCE = 8, 1e-4
@@ -64,18 +64,23 @@ def errors(model, request: GroupRequest, rollout) -> torch.Tensor:
 
 
 class Encoded:
-    """Counts how often a decoder's model encodes images."""
+    """Counts how often a decoder's model encodes images with all that stands before them, and how often only images
+    that a later turn adds."""
 
     def __init__(self, decoder: SlotDecoder):
-        self.times = 0
+        self.times = self.added = 0
         forward = decoder._forward
-        prefill = forward.prefill_images
+        prefill, extend = forward.prefill_images, forward.extend_images
 
         def counted(*args):
             self.times += 1
             return prefill(*args)
 
-        forward.prefill_images = counted
+        def counted_added(*args):
+            self.added += 1
+            return extend(*args)
+
+        forward.prefill_images, forward.extend_images = counted, counted_added
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -144,8 +149,67 @@ def test_a_kept_cache_is_that_of_the_weights_before(family):
             assert errors(versions[rollout.versions[0]], request, rollout)[:of_first].max() < TOLERANCE
 
 
+def turns_with_pictures(family: str, model, decoder: SlotDecoder, before=lambda turn: None):
+    """Two rollouts, whose turns are followed by other numbers of pictures each, one of which begins with none. Yields
+    the request of each turn, and what was sampled."""
+    processor = FAMILIES[family].processor()
+    begins = [replace(requests_of(family)[n], max_new_tokens=3 + n, num_rollouts=1, first_episode=n) for n in (1, 2)]
+    shows = [[[picture(5, 14, 30)], [], [picture(6, 20, 12), picture(7, 12, 12)]], [[], [picture(8)], [picture(9)]]]
+    requests = begins
+    for turn in range(4):
+        before(turn)
+        results = run(decoder, requests)
+        turns = [(request, results[request.request_id][0]) for request in requests]
+        yield from turns
+        requests = []
+        for (request, rollout), pictures in zip(turns, shows, strict=True):
+            if turn == 3:
+                return
+            result = image_request(processor, 0, f"w{turn}", pictures[turn])
+            known = (*request.prompt_ids, *rollout.token_ids)
+            images = None if request.images is None else request.images.nothing_added()
+            if result.images is not None:
+                images = grown(images, result.images, len(known))
+            ids = (*known, *result.prompt_ids)
+            requests.append(
+                replace(
+                    request, request_id=request.request_id + 10, prompt_ids=ids, images=images,
+                    first_position=request.first_position + len(ids) - len(request.prompt_ids),
+                )
+            )  # fmt: skip
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_later_turn_goes_on_in_its_parked_slot_unless_it_shows_another_image(family):
+def test_pictures_that_a_later_turn_adds_are_read_in_its_parked_slot(family):
+    model = FAMILIES[family].model()
+    decoder = decoder_of(model, length=60, max_prompt_tokens=190)
+    encoded = Encoded(decoder)
+    for request, rollout in turns_with_pictures(family, model, decoder):
+        assert errors(model, request, rollout).max() < TOLERANCE
+    assert (encoded.times, encoded.added) == (1, 4) and decoder.turns_prefilled_again == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lost", ["slot", "publish", "deterministic"])
+def test_pictures_of_a_turn_whose_slot_is_gone_are_read_again(family, lost):
+    model = FAMILIES[family].model()
+    settings_of = {"kv_on_publish": "recompute"} if lost == "publish" else {"deterministic": lost == "deterministic"}
+    decoder = decoder_of(model, length=60, max_prompt_tokens=190, **settings_of)
+
+    def before(turn):
+        if lost == "slot" and turn:
+            run(decoder, [replace(requests_of(family)[3], request_id=1000 + turn, num_rollouts=5)])  # takes every slot
+        if lost == "publish" and turn:
+            load(model, moved(model))
+            decoder.set_version(turn)
+
+    for request, rollout in turns_with_pictures(family, model, decoder, before):
+        assert errors(model, request, rollout).max() < TOLERANCE
+    assert decoder.turns_prefilled_again == 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_later_turn_goes_on_in_its_parked_slot_unless_its_images_are_others(family):
     processor, model = FAMILIES[family].processor(), FAMILIES[family].model()
     decoder = decoder_of(model, length=24)
     encoded = Encoded(decoder)
@@ -167,7 +231,7 @@ def test_a_later_turn_goes_on_in_its_parked_slot_unless_it_shows_another_image(f
     of_completion = len(ids) - len(first.prompt_ids)
     another = replace(text, request_id=8, prompt_ids=ids, images=both, first_position=of_completion)
     (third,) = run(decoder, [another])[8]
-    assert encoded.times == 2, "the other image needs a forward over the whole"
+    assert encoded.times == 2, "nothing says that the other image is new"
     assert errors(model, another, third).max() < TOLERANCE
 
 

@@ -13,7 +13,8 @@ On a GPU the host reads the tokens of a decode step while the device computes th
 ended with a stop token is refilled one step later, and the token that the device draws in between is thrown away.
 
 A prompt is prefilled once per group, and so its images are encoded once per group and version (once per rollout where
-`deterministic` recomputes). When only some of a group's rollouts find a free slot, the prompt's keys, values
+`deterministic` recomputes). Images that a later turn adds are encoded once per rollout, as long as its slot is parked
+between the turns. When only some of a group's rollouts find a free slot, the prompt's keys, values
 and logits are kept for the others, until the weights change: then it is prefilled again, so that a rollout always
 starts under the current weights.
 """
@@ -26,7 +27,7 @@ from typing import Literal, cast
 import numpy as np
 import torch
 
-from trl_a3po.engines.requests import check_request, check_scored, longest_prompt
+from trl_a3po.engines.requests import added_images, check_request, check_scored, longest_prompt
 from trl_a3po.engines.transformers.cache import PrefillCache, SlotCache
 from trl_a3po.engines.transformers.decode_step import DecodeStep, DecodeSteps, cuda_graphs
 from trl_a3po.engines.transformers.draws import Draw
@@ -265,8 +266,7 @@ class SlotDecoder:
         groups = list({id(rollout.group): rollout.group for _, rollout in begun}.values())
         self._prefill([group for group in groups if group.prefilled is None])
         self._copy_prompts(begun)
-        new = [(slot, rollout.kept, rollout.group.request.prompt_ids[rollout.kept :]) for slot, rollout in continued]
-        logits = [*self._extend(new), *(rollout.group.prompt.logits for _, rollout in begun)]
+        logits = [*self._continue(continued), *(rollout.group.prompt.logits for _, rollout in begun)]
         starts = [rollout for _, rollout in (*continued, *begun)]
         self._drawn(starts, self._sample_starts(starts, torch.stack(logits)))
         for group in groups:
@@ -297,6 +297,20 @@ class SlotDecoder:
             if group.all_started:
                 self._waiting.popleft()
         return starts
+
+    def _continue(self, starts: Sequence[tuple[int, DecodedRollout]]) -> list[torch.Tensor]:
+        """Compute what later turns add to the slots that were parked for them: the logits `(V,)` after the last of
+        each."""
+        texts = [start for start in starts if not added_images(start[1].group.request)]
+        new = [(slot, rollout.kept, rollout.group.request.prompt_ids[rollout.kept :]) for slot, rollout in texts]
+        logits = {slot: row for (slot, _), row in zip(texts, self._extend(new), strict=True)}
+        for slot, rollout in starts:
+            if slot not in logits:
+                request = rollout.group.request
+                images = cast(PromptImages, request.images)
+                extended = self._forward.extend_images(request.prompt_ids, images, self._cache, slot, rollout.kept)
+                logits[slot], self._slots.ahead[slot] = extended
+        return [logits[slot] for slot, _ in starts]
 
     def _extend(self, new: Sequence[tuple[int, int, Sequence[int]]]) -> list[torch.Tensor]:
         """Compute new tokens, given as slot, place of the first, and the tokens. Returns the logits `(V,)` after the

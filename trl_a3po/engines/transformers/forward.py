@@ -131,6 +131,30 @@ class ModelForward:
         logits = self._forward(ids, logits_at, SlotExtension(cache, new), self._masks(places, length), positions)
         return logits[tuple(self._sent(picked))]
 
+    def extend_images(
+        self, sequence: Sequence[int], images: PromptImages, cache: SlotCache, slot: int, start: int
+    ) -> tuple[torch.Tensor, int]:
+        """As `extend`, of one slot whose new tokens show images: the logits `(V,)`, and how far the positions of the
+        tokens that follow are ahead of their places.
+
+        Args:
+            sequence: all of its tokens.
+            images: all of its images. Those `added` belong to the new tokens, and no others are encoded.
+            start: the place of the first new token.
+        """
+        assert images.added is not None, "new tokens show new images"
+        length, inputs = len(sequence), self.image_inputs
+        whole, ids = images.over(length, self.device), self._sent(torch.tensor([list(sequence)]))
+        positions, ahead = inputs.places(ids, whole, length)
+        places = torch.arange(start, length, device=self.device)
+        row, column = torch.zeros_like(places), places - start
+        cache.reserve(length)
+        new = NewTokens(self._sent(torch.tensor([slot])), row, column, places, length)
+        masks = self._masks(places[None], length, inputs.blocks(whole))
+        fields = inputs.added(images, whole, start)
+        logits = self._forward(ids[:, start:], 1, SlotExtension(cache, new), masks, positions[..., start:], **fields)
+        return logits[0, 0], ahead
+
     def prefill_cache(self, sequences: Sequence[Sequence[int]], pad_to: int) -> PrefillCache:
         """The keys and values of `prefill` alone."""
         return self._prefill(sequences, pad_to, [len(sequences[0]) - 1])[1]
@@ -171,16 +195,19 @@ class ModelForward:
                 return self._forward(tokens[:, None], 1, cache, nothing, positions)[:, -1]
         return self._forward(tokens[:, None], 1, cache, self._masks(places[:, None], length), positions)[:, -1]
 
-    def _masks(self, places: torch.Tensor, length: int) -> Mask:
-        """For tokens at `places` `(N, E)` of sequences of at most `length`."""
-        keys, places = torch.arange(length, device=self.device), places[:, :, None]
-        filled = keys <= places
-        if self._window is None:
-            return self._mask(filled)
-        sliding = self._mask(filled & (keys > places - self._window))
-        if not self._by_layer_type:
-            return sliding
-        return {"full_attention": self._mask(filled), "sliding_attention": sliding}
+    def _masks(self, places: torch.Tensor, length: int, blocks: torch.Tensor | None = None) -> Mask:
+        """For tokens at `places` `(N, E)` of sequences of at most `length`. Tokens with the same number in `blocks`
+        `(N, length)` see each other, whichever comes first; 0 is no block."""
+        keys, queries = torch.arange(length, device=self.device), places[:, :, None]
+        filled = keys <= queries
+        near = filled if self._window is None else filled & (keys > queries - self._window)
+        if blocks is not None:
+            own = blocks.gather(1, places)[:, :, None]
+            together = (own == blocks[:, None]) & (own > 0)
+            filled, near = filled | together, near | together
+        if self._window is None or not self._by_layer_type:
+            return self._mask(near)
+        return {"full_attention": self._mask(filled), "sliding_attention": self._mask(near)}
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copied from the host to the device, behind what the device is doing."""

@@ -63,6 +63,27 @@ class ImageInputs:
         positions[:, :, :tokens] = index
         return positions, int(delta)
 
+    def added(self, images: PromptImages, whole: dict[str, torch.Tensor], start: int) -> dict[str, torch.Tensor]:
+        """The fields of the images that a sequence has `added`, for its tokens from `start` on.
+
+        Args:
+            whole: the fields of the whole sequence.
+        """
+        assert images.added is not None, "there are added images"
+        per_token = {name: field[:, start:] for name, field in whole.items() if name in PER_TOKEN}
+        new = {name: field.to(self._device, non_blocking=True) for name, field in images.added.fields.items()}
+        return new | per_token
+
+    def blocks(self, whole: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """`(1, L)`: the number of the image that each token belongs to, from 1 on, and 0 for text; `None` where
+        attention does not look both ways within an image."""
+        kinds = whole.get("token_type_ids")  # Gemma 3
+        if kinds is None:
+            return None
+        shown = kinds == 1
+        begins = shown & ~torch.nn.functional.pad(shown, (1, 0))[:, :-1]
+        return begins.cumsum(1) * shown
+
     def positions(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions `(N, E)` of text in the shape that the model takes."""
         return positions if self._rope_index is None else positions[None].expand(3, *positions.shape)

@@ -1,8 +1,8 @@
 """Slots that keep the keys and values of an episode while its tool runs.
 
 Guarantees: a parked slot goes back to the next turn of its own episode, if that begins with the tokens that the slot
-holds and shows no new image, and otherwise to whoever needs a slot, the one parked longest first. While it is parked,
-it is free for anybody.
+holds and shows no new images but those that it adds, and otherwise to whoever needs a slot, the one parked longest
+first. While it is parked, it is free for anybody.
 
 A parked slot holds its sequence without the last token, which no forward has read yet. A decode step that happens to
 include its row writes behind these tokens and nowhere else.
@@ -10,7 +10,7 @@ include its row writes behind these tokens and nowhere else.
 
 from collections.abc import Iterable
 
-from trl_a3po.engines.requests import number_of_images
+from trl_a3po.engines.requests import added_images, number_of_images
 from trl_a3po.engines.transformers.sequences import DecodedGroup, DecodedRollout
 
 
@@ -40,8 +40,8 @@ class ParkedSlots:
             return None
         turn = self._rollouts.pop(slot)
         known = (*turn.group.request.prompt_ids, *turn.token_ids)
-        more_images = number_of_images(group.request) != number_of_images(turn.group.request)
-        if more_images or group.request.prompt_ids[: len(known)] != known:
+        new_images = number_of_images(group.request) - number_of_images(turn.group.request)
+        if new_images != added_images(group.request) or group.request.prompt_ids[: len(known)] != known:
             return None
         return slot, group.start_next(kept=len(known) - 1)
 
