@@ -26,8 +26,12 @@ from tests.runs import logged
 from tests.vision import picture
 from tests.workers.processes import until
 from trl_a3po.engines.vllm.servers.checkpoint_folder import CheckpointFolder
+from trl_a3po.engines.vllm.servers.completions import completion_body
+from trl_a3po.engines.vllm.servers.http import StatusFault
 from trl_a3po.engines.vllm.servers.server import COUNTS, Server
+from trl_a3po.engines.vllm.servers.token_chunks import TokenChunk, parse_answer
 from trl_a3po.engines.vllm.servers.vllm_servers import VLLMServers
+from trl_a3po.errors import EngineError
 from trl_a3po.protocol.engine import GroupFailed
 from trl_a3po.publish.collect import collect_weights, policy_spec
 
@@ -51,9 +55,10 @@ def serving_images(python: str, folder: Path, name: str, what: str) -> AbstractC
 
 @pytest.fixture(scope="module")
 def quick(vllm_python, tmp_path_factory):
-    """The servers of `QUICK`, started at the same time."""
+    """The servers of `QUICK`, which want a key, started at the same time."""
     servers = [serving_images(vllm_python, tmp_path_factory.mktemp("images"), *case) for case in QUICK]
-    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack, ThreadPoolExecutor() as threads:
+        patch.setenv("VLLM_API_KEY", "of-these-tests")
         yield dict(zip(QUICK, threads.map(stack.enter_context, servers), strict=True))
 
 
@@ -145,3 +150,31 @@ def test_a_run_trains_on_prompts_with_and_without_images(quick, tmp_path):
     assert trainer.state.global_step == 4
     gaps = [*logged(trainer, "a3po/delivery/gap"), *logged(trainer, "a3po/engine_gap/max")]
     assert gaps and max(gaps) < TOLERANCE
+
+
+def test_images_without_the_servers_key_are_not_answered(quick, monkeypatch):
+    (server,) = quick["qwen2_5_vl", "whole"]
+    _, processor = policy("qwen2_5_vl", adapter=False)
+    asked = request(processor, 0, picture(1))
+    body = completion_body(
+        sampling_of(processor, 1.0, length=4), "policy", "salt", asked.prompt_ids, count=ROLLOUTS, done=0
+    )
+
+    def answer() -> list[TokenChunk]:
+        call = server.server.completion(body, 60.0, "a3po-0-0", asked.images)
+        return parse_answer(call.data(), ROLLOUTS)
+
+    assert all(len(chunk.token_ids) == 4 for chunk in answer())
+    monkeypatch.delenv("VLLM_API_KEY")
+    with pytest.raises(StatusFault, match="answered 401"):
+        answer()
+
+
+@pytest.mark.slow
+def test_attention_in_both_directions_which_vllm_lacks_on_a_cpu_is_refused(vllm_python, tmp_path):
+    model, processor = policy("gemma3", adapter=False)
+    with serving_images(vllm_python, tmp_path, "gemma3", "whole") as (server,):
+        engine = VLLMServers([server.server.url], folder=tmp_path / "engine", images=True)
+        with pytest.raises(EngineError, match=r"cannot have images.*both directions in Gemma3.*CPU_ATTN"):
+            sampling = sampling_of(processor, 1.0, length=4)
+            engine.start(policy_spec(model, torch.float32), sampling, collect_weights(model, 0, complete=True))

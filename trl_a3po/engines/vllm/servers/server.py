@@ -177,7 +177,8 @@ class Server:
 
     def _no_images(self) -> str | None:
         try:
-            answer = self._get(IMAGES)
+            # The first answer loads the processor, which takes seconds.
+            answer = fetch_json(self.url, "GET", IMAGES, timeout=2 * CONTROL_TIMEOUT)
         except StatusFault as fault:
             if fault.status not in (404, 405):
                 raise
