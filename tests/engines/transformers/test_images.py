@@ -153,8 +153,11 @@ def turns_with_pictures(family: str, model, decoder: SlotDecoder, before=lambda 
     """Two rollouts, whose turns are followed by other numbers of pictures each, one of which begins with none. Yields
     the request of each turn, and what was sampled."""
     processor = FAMILIES[family].processor()
-    begins = [replace(requests_of(family)[n], max_new_tokens=3 + n, num_rollouts=1, first_episode=n) for n in (1, 2)]
-    shows = [[[picture(5, 14, 30)], [], [picture(6, 20, 12), picture(7, 12, 12)]], [[], [picture(8)], [picture(9)]]]
+    begins = [replace(requests_of(family)[n], max_new_tokens=3 + n, num_rollouts=1, first_episode=n) for n in (0, 2)]
+    shows = [
+        [[picture(5, 12, 20)], [], [picture(6, 9, 9), picture(7, 12, 12)]],
+        [[], [picture(8)], [picture(9, 12, 12)]],
+    ]
     requests = begins
     for turn in range(4):
         before(turn)
