@@ -126,7 +126,6 @@ REFUSED_VALUES = {
     "vllm_importance_sampling_cap": 9.0,
     "vllm_structured_outputs_regex": "a+",
     "vllm_enable_sleep_mode": True,
-    "vllm_tensor_parallel_size": 2,
     "vllm_group_port": 4242,
     "save_on_each_node": True,
 }

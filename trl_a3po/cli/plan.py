@@ -78,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--config", type=Path, metavar="RECIPE.yaml", help="the settings of the run to forecast")
     add("--model", help="folder or name of the model, for the memory; its weights are not loaded")
     add("--gpus", type=int, help="find the best split of so many GPUs between training and generation")
-    add("--gpus_per_engine", type=int, default=1, help="GPUs of one engine (default: 1)")
+    add("--gpus_per_engine", type=int, help="GPUs of one engine (default: vllm_tensor_parallel_size, or 1)")
     add("--gpu_memory", type=float, metavar="GIB", help="with --model: leave out splits that do not fit")
     add("--zero_stage", type=int, choices=(0, 1, 2, 3), default=0, help="DeepSpeed ZeRO, for the memory (default: 0)")
     add("--fsdp", action="store_true", help="the trainers are launched with FSDP2, for the memory")
@@ -116,13 +116,18 @@ def make_plan(parsed: argparse.Namespace, settings: Sequence[str]) -> Plan:
     runs = [finished_run(read_timeline(folder)) for folder in parsed.run]
     args, model_args = _settings(parsed, settings, runs)
     alone = len(runs) == 1 and args is None and parsed.trainers is None and parsed.gpus is None
+    per_engine = _gpus_per_engine(parsed, args)
     rules, split = _rules(args, runs, parsed.trainers)
     work, rates = _workload(parsed, runs, args), _rates(parsed, runs)
-    memory = None if args is None or model_args is None or parsed.model is None else _Memory(parsed, args, model_args)
+    memory = (
+        None
+        if args is None or model_args is None or parsed.model is None
+        else _Memory(parsed, args, model_args, per_engine)
+    )
     if parsed.gpus is None:
         forecasts = [forecast(work, rates, split, rules)]
     else:
-        candidates = splits(parsed.gpus, parsed.gpus_per_engine, split.slots, rules)
+        candidates = splits(parsed.gpus, per_engine, split.slots, rules)
         fits = memory.fits if memory is not None and parsed.gpu_memory is not None else lambda split: True
         forecasts = best_splits(work, rates, rules, candidates, fits)
     sizes = [] if memory is None else [memory.of(made, rules, work) for made in forecasts]
@@ -194,6 +199,12 @@ def _rules(args: A3POConfig | None, runs: Sequence[FinishedRun], trainers: int |
     return queue_rules(args), split_of(args, known if trainers is None else trainers)
 
 
+def _gpus_per_engine(parsed: argparse.Namespace, args: A3POConfig | None) -> int:
+    if parsed.gpus_per_engine is not None:
+        return int(parsed.gpus_per_engine)
+    return 1 if args is None else args.vllm_tensor_parallel_size
+
+
 def _workload(parsed: argparse.Namespace, runs: Sequence[FinishedRun], args: A3POConfig | None) -> Workload:
     if parsed.lengths is not None:
         lengths = _lengths(parsed.lengths, args)
@@ -253,9 +264,9 @@ def _point(text: str) -> tuple[float, float]:
 class _Memory:
     """Memory of trainers, engines and queue, from the shape of the model alone."""
 
-    def __init__(self, parsed: argparse.Namespace, args: A3POConfig, model_args: ModelConfig):
+    def __init__(self, parsed: argparse.Namespace, args: A3POConfig, model_args: ModelConfig, per_engine: int):
         self.args, self.zero_stage, self.fsdp = args, parsed.zero_stage, parsed.fsdp
-        self.limit, self.per_engine = parsed.gpu_memory, parsed.gpus_per_engine
+        self.limit, self.per_engine = parsed.gpu_memory, per_engine
         dtype = getattr(torch, str(model_args.dtype), torch.float32)  # "auto" is not known without the weights
         self.engine_bytes = 2 if args.bf16 or args.fp16 else dtype.itemsize
         with torch.device("meta"):

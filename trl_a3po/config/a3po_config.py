@@ -169,6 +169,12 @@ class A3POConfig(
         return [given] if isinstance(given, str) else list(given or [])
 
     @property
+    def engine_replicas(self) -> list[list[str]]:
+        """`engine_devices`, those of each replica together; empty where they follow the trainer."""
+        devices, size = self.engine_devices, self.vllm_tensor_parallel_size
+        return [devices[first : first + size] for first in range(0, len(devices), size)]
+
+    @property
     def lag(self) -> int | None:
         """`schedule="fixed_lag"`: how many generation batches before its own a batch is sampled."""
         return self.max_staleness // self.optimizer_steps_per_generation if self.schedule == "fixed_lag" else None

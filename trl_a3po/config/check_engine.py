@@ -83,6 +83,7 @@ def _check_vllm(config: "A3POConfig") -> None:
         )
     if not config.vllm_server_urls:
         _check_no_server_settings(config)
+        _check_tensor_parallel(config)
     if config.vllm_server_urls and config.engine_slots is not None:
         raise ValueError(
             f"engine_slots={config.engine_slots} is decided by running vLLM servers: start them with --max-num-seqs "
@@ -99,6 +100,25 @@ def _check_no_server_settings(config: "A3POConfig") -> None:
                 f"{name}={getattr(config, name)!r} has no effect without vllm_server_urls, because vLLM then runs in "
                 f"a process of the trainer: leave it at {unset!r}, or set vllm_server_urls."
             )
+
+
+def _check_tensor_parallel(config: "A3POConfig") -> None:
+    size = config.vllm_tensor_parallel_size
+    if type(size) is not int or size < 2:
+        return
+    devices = [torch.device(name) for name in config.engine_devices]
+    if not devices or len(devices) % size or any(device.type == "cpu" for device in devices):
+        raise ValueError(
+            f"vllm_tensor_parallel_size={size} spreads each replica over {size} GPUs, and engine_device="
+            f"{config.engine_device!r} does not name {size} GPUs or a multiple of {size}: set engine_device to them, "
+            f"such as {[f'cuda:{index}' for index in range(size)]}, or leave vllm_tensor_parallel_size at 1."
+        )
+    if len(set(devices)) < len(devices):
+        raise ValueError(
+            f"engine_device={config.engine_device!r} names a GPU twice, which cannot hold with "
+            f"vllm_tensor_parallel_size={size}, because every part of a replica needs a GPU of its own: name each GPU "
+            "once."
+        )
 
 
 def _check_urls(urls: list[str]) -> None:

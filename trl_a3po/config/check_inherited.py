@@ -30,8 +30,6 @@ NEVER = {
     "vllm_importance_sampling_cap": _CORRECTION,
     "vllm_structured_outputs_regex": "completions are not constrained",
     "vllm_enable_sleep_mode": "vLLM samples while the trainer trains",
-    "vllm_tensor_parallel_size": "each of several GPUs in engine_device has a replica of its own; for one replica on "
-    "several GPUs, start a server with --tensor-parallel-size and set vllm_server_urls",
     "vllm_group_port": "weights reach the server as vllm_weight_transfer says, on ports that are found free",
 }
 # Fields that give the address of a running server, as `vllm_server_urls` does.
@@ -44,9 +42,15 @@ ONLY_VLLM = (
     "vllm_gpu_memory_utilization",
     "vllm_max_model_length",
     "vllm_model_impl",
+    "vllm_tensor_parallel_size",
 )
 # Fields that only vLLM in a process of the trainer follows, without vllm_server_urls.
-ONLY_WITHOUT_SERVERS = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_model_impl")
+ONLY_WITHOUT_SERVERS = (
+    "vllm_gpu_memory_utilization",
+    "vllm_max_model_length",
+    "vllm_model_impl",
+    "vllm_tensor_parallel_size",
+)
 
 
 def check_inherited(config: "A3POConfig") -> None:
@@ -67,7 +71,7 @@ def check_inherited(config: "A3POConfig") -> None:
         if name in ONLY_WITHOUT_SERVERS and config.vllm_server_urls:
             raise ValueError(
                 f"{given} is decided by running vLLM servers: leave it at {unset!r}, and start the servers with "
-                "--gpu-memory-utilization, --max-model-len or --model-impl."
+                "--gpu-memory-utilization, --max-model-len, --model-impl or --tensor-parallel-size."
             )
     _check_one_address(config, [name for name in ADDRESS if name in changed])
 

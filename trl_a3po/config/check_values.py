@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 INHERITED_NUMBERS = (
     Annotation("temperature", float, range=Range(above=0)),
     Annotation("max_completion_length", int, range=Range(least=1)),
+    Annotation("vllm_tensor_parallel_size", int, range=Range(least=1)),
 )
 
 

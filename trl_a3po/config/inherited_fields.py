@@ -84,6 +84,7 @@ FIELDS = (
             "vllm_gpu_memory_utilization",
             "vllm_max_model_length",
             "vllm_model_impl",
+            "vllm_tensor_parallel_size",
         ),
     ),
     BorderRow(

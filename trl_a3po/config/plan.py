@@ -20,6 +20,8 @@ def config_plan(args: "A3POConfig") -> str:
         engine = (
             f"vllm on {', '.join(args.vllm_server_urls)}" if args.vllm_server_urls else "vllm in a process of its own"
         )
+    if args.vllm_tensor_parallel_size > 1:
+        engine += f" for each {args.vllm_tensor_parallel_size} GPUs, which hold one replica"
     lines = {
         "generation batch": f"{groups} prompts x {args.num_generations} completions (B = {groups})",
         "optimizer steps a batch": f"K = {steps}"

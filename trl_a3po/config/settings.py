@@ -85,7 +85,8 @@ class EngineSettings:
     engine_device: Names = field(
         default=None,
         metadata={
-            "help": "Device of the engine, or several devices, each of which decodes its share of engine_slots. "
+            "help": "Device of the engine, or several devices, each of which decodes its share of engine_slots; with "
+            "engine='vllm' and vllm_tensor_parallel_size=n, n devices that follow each other hold one replica. "
             "Default: the device of the trainer's main process."
         },
     )
@@ -100,7 +101,7 @@ class EngineSettings:
         default=None,
         metadata={
             "help": "Completions decoded at the same time. Default: those of one generation batch, at most 64; "
-            "with vLLM 256 on each device."
+            "with vLLM 256 in each replica."
         },
     )
     engine_threads: Count | None = field(

@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -47,12 +47,13 @@ class Place:
     size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Handle:
     """What `attach` needs in the worker; one handle for each worker.
 
     Args:
-        opener, argument: of the buffer: its file descriptor and size, or what rebuilds a tensor of another process.
+        opener, argument: of the buffer: its file descriptor or path, and size, or what rebuilds a tensor of another
+            process.
         places: of the weights in the buffer.
         shared: of every other weight, what rebuilds the trainer's tensor.
         frozen: names of the weights that the replica may use where they are, if they are on its device.
@@ -150,10 +151,21 @@ def attach(handle: Handle, device_index: int | None = None) -> dict[str, torch.T
     """
     if isinstance(handle.opener, int):
         buffer = _map(handle.opener, handle.argument)
+    elif isinstance(handle.opener, str):
+        with open(handle.opener, "r+b") as file:
+            buffer = _map(file.fileno(), handle.argument)
     else:
         buffer = _open(handle.opener, handle.argument, device_index)
     shared = {name: _open(rebuild, arguments, device_index) for name, (rebuild, arguments) in handle.shared.items()}
     return shared | _views(buffer, handle.places)
+
+
+def for_children(handle: Handle) -> Handle:
+    """A handle for processes that this one starts and that inherit none of its files, while this one lives. On a CPU,
+    Linux alone lets a process open what another one has open."""
+    return (
+        replace(handle, opener=f"/proc/{os.getpid()}/fd/{handle.opener}") if isinstance(handle.opener, int) else handle
+    )
 
 
 def usable_in_place(

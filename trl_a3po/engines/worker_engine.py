@@ -35,6 +35,7 @@ class WorkerEngine:
     Args:
         module: the module that the worker runs.
         device: the device of the replica, such as "cpu" or "cuda:1".
+        staged_on: the device that weights are staged on; `None` for that of the replica.
         threads: CPU threads of the worker; `None` leaves the choice to torch.
         python, variables: see `WorkerProcess`.
         max_restarts: how often in a run a worker that died is restarted.
@@ -47,6 +48,7 @@ class WorkerEngine:
         module: str,
         *,
         device: torch.device | str = "cpu",
+        staged_on: torch.device | None = None,
         threads: int | None = None,
         python: str | None = None,
         variables: Mapping[str, str] | None = None,
@@ -57,6 +59,7 @@ class WorkerEngine:
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
+        self._staged_on = self._device if staged_on is None else staged_on
         self._threads = threads
         self._max_restarts = max_restarts
         self._new_worker = partial(WorkerProcess, module, threads=threads, python=python, variables=variables)
@@ -76,7 +79,7 @@ class WorkerEngine:
     def start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
         check_start(update, used=self._supervisor is not None or self._closed)
         payload = self.worker_payload(spec, sampling)
-        self._staging = Staging(update, spec.dtype, self._device)
+        self._staging = Staging(update, spec.dtype, self._staged_on)
         self._version = update.version
         self._supervisor = Supervisor(
             partial(self._new_worker, inherit_fds=self._staging.fds),

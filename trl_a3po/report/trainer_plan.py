@@ -56,9 +56,11 @@ def trainer_plan(
         f"{args.per_device_train_batch_size} completions of {args.max_completion_length} tokens, without prompts",
     }
     if args.engine == "vllm" and not args.vllm_server_urls:
+        parts = args.vllm_tensor_parallel_size
+        part, host = ("a part of ", " of the machine's memory") if parts > 1 else ("", "")
         lines["engine memory"] = (
-            f"{_vllm_share(args)} (with the replica, {_gib(engine.replica)}), and the published copy, "
-            f"{_gib(engine.replica)}"
+            f"{_vllm_share(args)} (with {part}the replica, {_gib(engine.replica // parts)}), and the published copy, "
+            f"{_gib(engine.replica)}{host}"
         )
     elif args.engine != "vllm":
         saved = f", of which {_gib(shared_bytes)} are the trainer's own frozen weights" if shared_bytes else ""

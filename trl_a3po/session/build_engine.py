@@ -26,7 +26,7 @@ from trl_a3po.session.cores import engine_threads
 
 MOST_SLOTS = 64
 VLLM_START_TIMEOUT = 600.0  # seconds; on a GPU, vLLM compiles for minutes when it starts for the first time
-VLLM_SLOTS = 256  # of each device, unless engine_slots says otherwise
+VLLM_SLOTS = 256  # of each replica, unless engine_slots says otherwise
 
 
 def build_engine(args: A3POConfig, device: torch.device, processing_class: Any = None) -> Engine:
@@ -46,9 +46,9 @@ def build_engine(args: A3POConfig, device: torch.device, processing_class: Any =
                 "pass processing_class=processor.tokenizer."
             )
         return _vllm_servers(args, device, images=processor is not None)
-    devices = [torch.device(name) for name in args.engine_devices] or [device]
+    replicas = [[torch.device(name) for name in names] for names in args.engine_replicas] or [[device]]
     build = partial(_vllm_engine, processor=processor) if args.engine == "vllm" else _transformers_engine
-    engines = [build(args, on, device, -(-engine_slots(args) // len(devices))) for on in devices]
+    engines = [build(args, on, device, -(-engine_slots(args) // len(replicas))) for on in replicas]
     return engines[0] if len(engines) == 1 else SeveralEngines(engines)
 
 
@@ -66,8 +66,8 @@ def known_slots(args: A3POConfig) -> int | None:
 
 
 def engines_of(args: A3POConfig) -> int:
-    """How many engines generate: one on each device or server, and one if none is named."""
-    return len(args.vllm_server_urls or args.engine_devices) or 1
+    """How many engines generate: one for each replica or server, and one if no device is named."""
+    return len(args.vllm_server_urls or args.engine_replicas) or 1
 
 
 def queue_rules(args: A3POConfig, *, episodes: bool = False) -> Rules:
@@ -115,21 +115,23 @@ def shared_with_engine(args: A3POConfig, model: nn.Module, device: torch.device,
     return sum(p.numel() * p.element_size() for p in frozen)
 
 
-def _transformers_engine(args: A3POConfig, on: torch.device, device: torch.device, slots: int) -> Engine:
+def _transformers_engine(args: A3POConfig, on: list[torch.device], device: torch.device, slots: int) -> Engine:
+    (only,) = on
     return TransformersEngine(
         slots=slots,
         kv_on_publish=args.kv_on_publish,
         deterministic=args.deterministic,
         max_prompt_tokens=args.engine_max_prompt_tokens,
-        device=on,
+        device=only,
         threads=engine_threads(args),
         max_restarts=args.engine_restarts,
     )
 
 
 def _vllm_engine(
-    args: A3POConfig, on: torch.device, device: torch.device, slots: int, processor: ProcessorMixin | None
+    args: A3POConfig, on: list[torch.device], device: torch.device, slots: int, processor: ProcessorMixin | None
 ) -> Engine:
+    shares = any(shares_gpu(args, one, device) for one in on)
     here = sys.executable if importlib.util.find_spec("vllm") else None
     return VLLMEngine(
         slots=slots,
@@ -139,8 +141,9 @@ def _vllm_engine(
         max_prompt_tokens=args.engine_max_prompt_tokens,
         context=args.vllm_max_model_length,
         processor=processor,
-        device=on,
-        gpu_memory=args.vllm_gpu_memory_utilization if shares_gpu(args, on, device) else 0.9,
+        device=on[0],
+        other_devices=on[1:],
+        gpu_memory=args.vllm_gpu_memory_utilization if shares else 0.9,
         options={"model_impl": args.vllm_model_impl},
         threads=args.engine_threads,
         max_restarts=args.engine_restarts,

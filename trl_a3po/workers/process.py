@@ -212,13 +212,13 @@ def _import_path() -> list[str]:
 def parents_channel() -> Channel:
     """The worker's end of the socket, which a worker asks for first. From here on the worker ends with its parent, and
     not on SIGTERM: SLURM sends SIGTERM to every process of a job, and the trainer then saves a checkpoint first."""
-    _end_with(int(sys.argv[2]))
+    end_with(int(sys.argv[2]))
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     return Channel(socket.socket(fileno=int(sys.argv[1])))
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int | None) -> None:
     """Ask Linux to kill this process when its parent ends. On other systems the process ends when it next reads the
     socket and finds the other side closed."""
     if sys.platform != "linux":

@@ -1,5 +1,6 @@
 """Versions are facts: every token's log-prob is that of a clean forward of the weights it is stamped with."""
 
+import contextlib
 import sys
 
 import pytest
@@ -44,7 +45,9 @@ def trained_states(model) -> dict[int, dict[str, torch.Tensor]]:
     return dict(enumerate(states))
 
 
-def check_a_publish_in_the_middle(model, sampling, **engine_settings) -> None:
+@contextlib.contextmanager
+def published_in_the_middle(model, sampling, **engine_settings):
+    """An engine that has sampled across a publish, every token of which was checked; `model` has its weights."""
     states = trained_states(model)
     requests = [GroupRequest(number, number, (5 + number, 6, 7), 2) for number in range(3)]
     engine = VLLMEngine(slots=5, threads=1, start_timeout=START_TIMEOUT, **engine_settings)
@@ -73,30 +76,32 @@ def check_a_publish_in_the_middle(model, sampling, **engine_settings) -> None:
             assert torch.tensor(rollout.logps).tolist() == pytest.approx(stamped.tolist(), abs=ROUNDING)
             # So that a wrong stamp is noticed.
             assert (of_versions[0] - of_versions[1]).abs().median() > 50 * ROUNDING
+        yield engine
     finally:
         model.load_state_dict(states[0])
         engine.close()
 
 
 def test_with_two_batches_under_way():
-    with stub_vllm_on_path():
-        check_a_publish_in_the_middle(policy(lora=False), SETTINGS, python=sys.executable)
+    with stub_vllm_on_path(), published_in_the_middle(policy(lora=False), SETTINGS, python=sys.executable):
+        pass
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
 def test_with_a_real_vllm(lora):
-    check_a_publish_in_the_middle(policy(lora), FILTERED, python=vllm_python(), kv_on_publish="recompute")
+    with published_in_the_middle(policy(lora), FILTERED, python=vllm_python(), kv_on_publish="recompute"):
+        pass
 
 
-@pytest.mark.vllm
-@pytest.mark.timeout(900)
-def test_a_kept_cache_of_a_real_vllm_is_that_of_the_segments_before():
-    """Tokens before the publish are those of the old weights; rollouts that begin after it, of the new ones."""
+@contextlib.contextmanager
+def published_with_kept_caches(**engine_settings):
+    """An engine that has sampled across a publish. Tokens before the publish were those of the old weights, and
+    rollouts that began after it, of the new ones."""
     model, old = policy(lora=False), policy(lora=False)
     states = trained_states(model)
-    engine = VLLMEngine(slots=6, threads=1, start_timeout=START_TIMEOUT, python=vllm_python())
+    engine = VLLMEngine(slots=6, threads=1, start_timeout=START_TIMEOUT, python=vllm_python(), **engine_settings)
     try:
         engine.start(policy_spec(model, torch.float32), LONGER, collect_weights(model, 0, complete=True))
         engine.submit([GroupRequest(number, number, (5, 6, 7), 2) for number in range(3)])
@@ -114,5 +119,13 @@ def test_a_kept_cache_of_a_real_vllm_is_that_of_the_segments_before():
                 of_first = rollout.versions.count(first)
                 assert rollout.logps[:of_first] == pytest.approx(clean[:of_first], abs=ROUNDING)
         assert (0, 1) in spans and (1,) in spans
+        yield engine
     finally:
         engine.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_kept_cache_of_a_real_vllm_is_that_of_the_segments_before():
+    with published_with_kept_caches():
+        pass

@@ -1,5 +1,5 @@
-"""vLLM's engine core in this process, stepped by hand: with the extensions of a server, the code that knows the
-insides of vLLM.
+"""vLLM's engine core in this process, stepped by hand: with `vllm_rank.py` and the extensions of a server, the code
+that knows the insides of vLLM.
 
 Guarantees:
 
@@ -13,23 +13,18 @@ Written against vLLM 0.22 to 0.31. The core is used below vLLM's front end (`LLM
 every token of every sequence, and takes as long as a decode step of a small model.
 """
 
+import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
-from trl_a3po.engines.vllm.servers.extension.a3po_features import ImageFeatures, check_attention, of_sequence
+from trl_a3po.engines.vllm.servers.extension.a3po_features import ImageFeatures, of_sequence
 from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.images import PromptImages
 
 OLDEST, NEWEST = (0, 22), (0, 31)
 OLDEST_WITH_IMAGES = (0, 31)
-_LOAD_FORMAT = "a3po"
 _ADAPTER = "policy"
-
-Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
-"""The weights of the base model, under the names of a checkpoint."""
 
 
 class Output(NamedTuple):
@@ -54,8 +49,7 @@ class VLLMCore:
     """
     Args:
         options: of vLLM's `EngineArgs`.
-        weights: called when the model is built.
-        temperature: of every sequence.
+        setup, handle: what the worker was told, and where the weights are.
         adapters: sequences are sampled with the adapter that `load_adapter` has loaded.
         images: prompts may have images, and the model's folder holds its processor.
 
@@ -63,23 +57,29 @@ class VLLMCore:
         RuntimeError: this version of vLLM cannot be driven so, or has no images for this model.
     """
 
-    def __init__(
-        self, options: Mapping[str, Any], weights: Weights, *, temperature: float, adapters: bool, images: bool = False
-    ):
+    def __init__(self, options: Mapping[str, Any], setup: Any, handle: Any, *, adapters: bool, images: bool = False):
         check_version(images=images)
         from vllm import EngineArgs, LLMEngine
 
-        _register_loader(weights)
-        _set_temperature(temperature)
-        arguments = EngineArgs(load_format=_LOAD_FORMAT, logprobs_mode="raw_logprobs", **options)
+        from trl_a3po.engines.vllm.process.vllm_rank import LOAD_FORMAT, Rank
+
+        arguments = EngineArgs(
+            load_format=LOAD_FORMAT,
+            model_loader_extra_config={"setup": setup, "handle": handle},  # vLLM takes it to every rank
+            logprobs_mode="raw_logprobs",
+            worker_extension_cls=f"{Rank.__module__}.{Rank.__qualname__}",
+            **options,
+        )
         engine = LLMEngine.from_engine_args(arguments)
         self._engine = engine
         self._core = engine.engine_core.engine_core
+        self._executor = self._core.model_executor
+        self._executor.register_failure_callback(_end)  # a rank has died
         self._adapters = adapters
         self._images: ImageFeatures | None = None
         if images:
             self._images = ImageFeatures(engine.vllm_config.model_config)
-            check_attention(engine.vllm_config.model_config, self._backends())
+            self._executor.collective_rpc("a3po_check_attention")
         self._versions: deque[int] = deque()  # of the batches under way
         self.version = 0
 
@@ -144,12 +144,13 @@ class VLLMCore:
 
     # --- weights ------------------------------------------------------------------------------------------------
 
-    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self) -> None:
         """Load the weights of the whole base model in place."""
-        self._worker.reload_weights(weights_iterator=weights)
+        self._executor.collective_rpc("a3po_load_weights")
 
-    def load_adapter(self, folder: str) -> None:
-        """Load an adapter in place of the one before, for sequences under way too."""
+    def load_adapter(self) -> None:
+        """Load the adapter in place of the one before, for sequences under way too."""
+        folder = self._executor.collective_rpc("a3po_write_adapter")[0]
         self._core.add_lora(_adapter_request(folder, load_inplace=True))
 
     def recompute(self) -> None:
@@ -162,15 +163,7 @@ class VLLMCore:
         if self._images is not None:
             # What `EngineCore.reset_encoder_cache` does, which warns of sequences under way.
             self._core.scheduler.reset_encoder_cache()
-            self._core.model_executor.reset_encoder_cache()
-
-    def _backends(self) -> list[Any]:
-        """Of the attention of all layers."""
-        return [group.backend for groups in self._worker.model_runner.attn_groups for group in groups]
-
-    @property
-    def _worker(self) -> Any:
-        return self._core.model_executor.driver_worker
+            self._executor.reset_encoder_cache()
 
 
 def sampling_params(
@@ -241,37 +234,12 @@ def _output(output: Any, version: int) -> Output:
     )
 
 
+def _end() -> None:
+    """What is left of vLLM is of no use."""
+    os._exit(1)
+
+
 def _adapter_request(folder: str, **options: Any) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(_ADAPTER, 1, folder, **options)
-
-
-def _register_loader(weights: Weights) -> None:
-    """Have models that are built with our load format filled from `weights`, without a file."""
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-
-    class StagedWeights(BaseModelLoader):  # type: ignore[misc]  # mypy does not see vLLM
-        def download_model(self, model_config: Any) -> None:
-            pass
-
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            expected = {name for name, _ in model.named_parameters()}
-            loaded = model.load_weights(weights())  # type: ignore[operator]  # a method of vLLM's models
-            if loaded is not None and (missing := expected - loaded):
-                raise RuntimeError(f"vLLM's model has weights that the policy does not have: {sorted(missing)[:3]}.")
-
-    register_model_loader(_LOAD_FORMAT)(StagedWeights)
-
-
-def _set_temperature(temperature: float) -> None:
-    """vLLM's log-probs are before the temperature ("raw_logprobs") or after every filter ("processed_logprobs");
-    behavior log-probs are between these two."""
-    from vllm.v1.sample.sampler import Sampler
-
-    def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
-        return (logits.float() / temperature).log_softmax(dim=-1)
-
-    if temperature != 1.0:
-        Sampler.compute_logprobs = staticmethod(compute_logprobs)

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,7 @@ class VLLMEngine(WorkerEngine):
         processor: that of a vision-language model, which `save_pretrained` writes, with its tokenizer; `None`: there
             are no images.
         device: the device of the replica, such as "cpu" or "cuda:1".
+        other_devices: of a replica that is spread over several devices by tensor parallelism, those but the first.
         gpu_memory: the share of a GPU's memory that vLLM takes.
         options: further options of vLLM's `EngineArgs`.
         worker: what is waited for, as `WorkerEngine` takes it.
@@ -65,14 +67,19 @@ class VLLMEngine(WorkerEngine):
         context: int | None = None,
         processor: Any | None = None,
         device: torch.device | str = "cpu",
+        other_devices: Sequence[torch.device | str] = (),
         gpu_memory: float = 0.9,
         options: dict[str, Any] | None = None,
         **worker: Any,
     ):
         device = torch.device(device)
-        variables = worker_variables(device, deterministic=deterministic)
-        super().__init__(WORKER, device=device, python=python, variables=variables, **worker)
+        devices = [device, *map(torch.device, other_devices)]
+        variables = worker_variables(devices, deterministic=deterministic)
+        # Beside a part of a replica, a GPU has hardly room for all of its weights.
+        staged_on = torch.device("cpu") if other_devices else None
+        super().__init__(WORKER, device=device, staged_on=staged_on, python=python, variables=variables, **worker)
         self._python = python
+        self._ranks = len(devices)
         self._slots = slots
         self._recompute = kv_on_publish == "recompute"
         self._deterministic = deterministic
@@ -84,7 +91,14 @@ class VLLMEngine(WorkerEngine):
         self._folder = ""
 
     def start(self, spec: PolicySpec, sampling: SamplingSettings, update: WeightUpdate) -> None:
-        """See `Engine.start`. Raises `ValueError` for an adapter that vLLM does not serve."""
+        """See `Engine.start`. Raises `ValueError` for an adapter that vLLM does not serve, and for a model that its
+        devices cannot share."""
+        heads = getattr(spec.config.get_text_config(), "num_attention_heads", self._ranks)
+        if heads % self._ranks:
+            raise ValueError(
+                f"vllm_tensor_parallel_size={self._ranks} cannot hold, because every GPU takes the same number of the "
+                f"model's {heads} attention heads: set it to a divisor of {heads}."
+            )
         if spec.peft_config is not None and (obstacle := adapter_obstacle(spec.peft_config, _trained(update))):
             raise ValueError(f"vLLM cannot serve this adapter, because {obstacle}: set lora_sync='merged'.")
         super().start(spec, sampling, update)
@@ -121,6 +135,7 @@ class VLLMEngine(WorkerEngine):
             # Several engines of a run draw different noise.
             "seed": zlib.crc32(f"{sampling.seed} {self._device}".encode()),
             **(_IMAGE_OPTIONS if self._processor is not None else {}),
+            **({"tensor_parallel_size": self._ranks, "distributed_executor_backend": "mp"} if self._ranks > 1 else {}),
             **self._options,
         }
         if spec.peft_config is not None:
@@ -146,6 +161,7 @@ class VLLMEngine(WorkerEngine):
             self._threads,
             images=self._processor is not None,
             nested_tower=has_nested_tower(config),
+            ranks=self._ranks,
         )
         return pickle.dumps(setup)
 
@@ -170,8 +186,9 @@ def sequence_length(asked: int | None, prompt: int | None, new_tokens: int, mode
     return min(max(longest, length) + 1, max(model_has, longest))
 
 
-def worker_variables(device: torch.device, *, deterministic: bool) -> dict[str, str]:
-    """Environment variables of the worker."""
+def worker_variables(devices: Sequence[torch.device], *, deterministic: bool) -> dict[str, str]:
+    """Environment variables of the worker, whose replica is on `devices`."""
+    (kind,) = {device.type for device in devices}
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core belongs into the worker itself
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # its log-probs are not where `vllm_core.py` expects them
@@ -180,17 +197,19 @@ def worker_variables(device: torch.device, *, deterministic: bool) -> dict[str, 
     }
     if deterministic:
         variables["VLLM_BATCH_INVARIANT"] = "1"
-    if device.type == "cpu":
+    if len(devices) > 1:
+        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if kind == "cpu":
         variables["TORCHDYNAMO_DISABLE"] = "1"  # compiling parts of the sampler takes a minute and gains nothing
         for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind")):
             variables[name] = os.environ.get(name, value)
-    if device.type == "cuda":
-        variables["CUDA_VISIBLE_DEVICES"] = _physical(device)
+    if kind == "cuda":
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(_physical, devices))
     return variables
 
 
 def _physical(device: torch.device) -> str:
-    """The number of `device` in `CUDA_VISIBLE_DEVICES` of a process that is to see it alone."""
+    """The number of `device` in `CUDA_VISIBLE_DEVICES` of a process that is to see it."""
     index = torch.cuda.current_device() if device.index is None else device.index
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[index] if visible else str(index)

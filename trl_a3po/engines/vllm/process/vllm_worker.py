@@ -5,20 +5,20 @@ Guarantees, beside those of `worker_loop.py`: the model is built from the first 
 this package, the worker imports only what does without TRL, transformers and peft.
 """
 
-import json
+import os
 import pickle
-from collections.abc import Iterator, Mapping
+import subprocess
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from multiprocessing import resource_tracker, util
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-from trl_a3po.engines.vllm.weight_names import adapter_weights, base_weights
 from trl_a3po.engines.worker_loop import Load, run_worker
 from trl_a3po.workers.channel import Channel
 
 if TYPE_CHECKING:  # importing torch takes seconds, and the channel to the parent comes first
-    import torch
-
     from trl_a3po.engines.vllm.process.vllm_decoder import VLLMDecoder
 
 
@@ -33,9 +33,10 @@ class Setup:
         tied: names of weights that another name stands for.
         adapter: the configuration of the adapter; `None` without one.
         adapter_name: how the adapter's weights are called.
-        folder: where the worker may write; the engine removes it.
+        folder: of the model, where the worker may write; the engine removes it.
         images: prompts may have images, and the model's folder holds its processor.
         nested_tower: as `base_weights` takes it.
+        ranks: processes that hold the model, each a part of it; the worker itself if it is one.
     """
 
     sampling: Any
@@ -48,12 +49,13 @@ class Setup:
     threads: int | None
     images: bool = False
     nested_tower: bool = False
+    ranks: int = 1
 
 
 def _set_up(channel: Channel) -> "tuple[Load, VLLMDecoder]":
     import torch
 
-    from trl_a3po.engines.staging import attach
+    from trl_a3po.engines.staging import for_children
     from trl_a3po.engines.vllm.process.vllm_core import VLLMCore, check_version, sampling_params
     from trl_a3po.engines.vllm.process.vllm_decoder import VLLMDecoder
 
@@ -61,47 +63,43 @@ def _set_up(channel: Channel) -> "tuple[Load, VLLMDecoder]":
     setup: Setup = pickle.loads(payload)
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
+    if setup.ranks > 1:
+        _prepare_ranks(setup.folder)
+        handle = for_children(handle)
     check_version(images=setup.images)  # imports vLLM, while the weights may still be being written
-    views = attach(handle, device_index=0)  # the worker sees no other GPU than its own
     channel.send(("built",))
     _, version, _ = channel.receive_one()
-
-    def weights() -> "Iterator[tuple[str, torch.Tensor]]":
-        return base_weights(views, setup.tied, nested_tower=setup.nested_tower)
-
-    core = VLLMCore(
-        setup.options,
-        weights,
-        temperature=setup.sampling.temperature,
-        adapters=setup.adapter is not None,
-        images=setup.images,
-    )
+    adapters = setup.adapter is not None
+    core = VLLMCore(setup.options, setup, handle, adapters=adapters, images=setup.images)
 
     def load(version: int, names: tuple[str, ...] | None) -> None:
-        if setup.adapter is None:
-            core.load_weights(weights())
+        if adapters:
+            core.load_adapter()
         else:
-            core.load_adapter(_write_adapter(setup, views))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+            core.load_weights()
 
-    if setup.adapter is not None:
+    if adapters:
         load(version, None)
     decoder = VLLMDecoder(core, setup.sampling, sampling_params, version=version, **setup.decoder)
     channel.send(("loaded", version))
     return load, decoder
 
 
-def _write_adapter(setup: Setup, views: "Mapping[str, torch.Tensor]") -> str:
-    """Write the adapter as vLLM reads one. Returns its folder."""
-    from safetensors.torch import save_file
+def _prepare_ranks(folder: str) -> None:
+    """Have nothing left of what vLLM's processes find each other by, however they end: files go into `folder`, and the
+    process that removes named shared memory when all others have ended is not killed with them."""
+    tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"] = folder
 
-    folder = Path(setup.folder) / "adapter"
-    folder.mkdir(exist_ok=True)
-    tensors = {name: tensor.cpu() for name, tensor in adapter_weights(views, setup.adapter_name)}
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(setup.adapter))
-    return str(folder)
+    def spawn(path: Any, arguments: Sequence[Any], files: Sequence[int]) -> int:
+        null = subprocess.DEVNULL
+        command = [path, *arguments[1:]]
+        started = subprocess.Popen(
+            command, stdin=null, stdout=null, stderr=null, pass_fds=files, start_new_session=True
+        )
+        return started.pid
+
+    with mock.patch.object(util, "spawnv_passfds", spawn):
+        resource_tracker.ensure_running()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Like vLLM with asynchronous scheduling, it begins a batch before it returns the 
 """
 
 import enum
+import pkgutil
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -52,11 +53,9 @@ class EngineCore:
         self.sequences: dict[str, Sequence] = {}
         self.batch_queue: deque[list[SimpleNamespace]] = deque(maxlen=BATCHES)
         self.scheduler = SimpleNamespace(has_requests=lambda: bool(self.sequences))
-        self.model_executor = SimpleNamespace(driver_worker=self)
         torch.manual_seed(arguments.seed)
-        loader = model_loader.LOADERS[arguments.load_format](None)
-        self.model = Model(AutoConfig.from_pretrained(arguments.model))
-        loader.load_weights(self.model, None)
+        self.model_executor = Executor(arguments)
+        self.model = self.model_executor.worker.model
 
     def preprocess_add_request(self, request):
         return request, 0
@@ -73,9 +72,6 @@ class EngineCore:
 
     def reset_prefix_cache(self, running, connector):
         assert running
-
-    def reload_weights(self, weights_iterator):
-        self.model.load_weights(weights_iterator)
 
     def post_step(self, executed):
         pass
@@ -114,6 +110,32 @@ class EngineCore:
             new_prompt_logprobs_tensors=prompt,
             finish_reason=finish,
         )
+
+
+class Executor:
+    """Runs the worker, extended as the arguments say, in this process."""
+
+    def __init__(self, arguments):
+        extension = pkgutil.resolve_name(arguments.worker_extension_cls)
+        self.worker = type("Extended", (Worker, extension), {})(arguments)
+
+    def register_failure_callback(self, callback):
+        pass
+
+    def collective_rpc(self, method):
+        return [getattr(self.worker, method)()]
+
+
+class Worker:
+    rank = 0
+
+    def __init__(self, arguments):
+        self.load_config = arguments
+        self.model = Model(AutoConfig.from_pretrained(arguments.model))
+        model_loader.LOADERS[arguments.load_format](self.load_config).load_weights(self.model, None)
+
+    def reload_weights(self, weights_iterator):
+        self.model.load_weights(weights_iterator)
 
 
 class Model(torch.nn.Module):

@@ -1,3 +1,3 @@
 class BaseModelLoader:
-    def __init__(self, config):
-        pass
+    def __init__(self, load_config):
+        self.load_config = load_config
