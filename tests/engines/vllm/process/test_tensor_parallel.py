@@ -1,6 +1,7 @@
 """One replica on several devices. What vLLM does with it is tested on its build for CPUs."""
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -26,6 +27,7 @@ from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.testing import completion_logps
 
 SPREAD = {"other_devices": ["cpu"]}
+SHORTER = dataclasses.replace(FILTERED, max_new_tokens=240)  # several processes on few cores take their time
 PROMPT, COMPLETION = (5, 6, 7), (8, 9, 10, 11)
 
 
@@ -78,7 +80,7 @@ def test_whole_weights_reach_every_rank_and_nothing_is_left(monkeypatch):
     model, folder = policy(lora=False), tempfile.mkdtemp()  # a short path: vLLM's sockets lie below it
     monkeypatch.setattr(tempfile, "tempdir", folder)
     monkeypatch.setenv("TMPDIR", folder)
-    with published_in_the_middle(model, FILTERED, python=vllm_python(), kv_on_publish="recompute", **SPREAD) as engine:
+    with published_in_the_middle(model, SHORTER, python=vllm_python(), kv_on_publish="recompute", **SPREAD) as engine:
         logps, version = engine.score(PROMPT, COMPLETION, TIMEOUT)
         assert version == 1
         expected = completion_logps(model, PROMPT, COMPLETION, TEMPERATURE).tolist()
@@ -92,7 +94,7 @@ def test_whole_weights_reach_every_rank_and_nothing_is_left(monkeypatch):
 @pytest.mark.timeout(900)
 def test_an_adapter_reaches_every_rank_and_a_worker_that_is_killed_leaves_no_rank():
     settings = {"python": vllm_python(), "kv_on_publish": "recompute", "max_restarts": 0, **SPREAD}
-    with published_in_the_middle(policy(lora=True), FILTERED, **settings) as engine:
+    with published_in_the_middle(policy(lora=True), SHORTER, **settings) as engine:
         left = Left(engine)
         for rank in left.ranks:
             os.kill(rank, signal.SIGTERM)  # which a job's processes are sent before they have to end
