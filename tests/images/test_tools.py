@@ -363,6 +363,6 @@ def test_a_rollout_function_shows_pictures(tmp_path, family):
             torch.testing.assert_close(field, made[name], rtol=0, atol=0)
 
 
-def test_vllm_refuses_turns_with_a_processor(tmp_path):
-    with pytest.raises(ValueError, match="engine='vllm' with a Qwen25Processor, and tools"):
-        talking("qwen2_5_vl", tmp_path, engine="vllm")
+def test_servers_of_vllm_refuse_turns_with_a_processor(tmp_path):
+    with pytest.raises(ValueError, match="vllm_server_urls with a Qwen25Processor, and tools"):
+        talking("qwen2_5_vl", tmp_path, engine="vllm", vllm_server_urls=["http://127.0.0.1:1"])

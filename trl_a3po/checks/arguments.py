@@ -72,13 +72,13 @@ def check_processing_class(processing_class: Any) -> None:
 
 
 def check_images_in_episodes(args: A3POConfig, processing_class: Any, *, runs_episodes: bool) -> None:
-    """Raise `ValueError` for rollouts of several turns with a processor, where the engine cannot be shown images in
-    later turns."""
-    if runs_episodes and isinstance(processing_class, ProcessorMixin) and args.engine == "vllm":
+    """Raise `ValueError` for rollouts of several turns with a processor on vLLM servers, where later turns with images
+    are not known to work."""
+    if runs_episodes and isinstance(processing_class, ProcessorMixin) and args.vllm_server_urls:
         raise ValueError(
-            f"engine='vllm' with a {type(processing_class).__name__}, and tools, environment_factory or rollout_func: "
-            "later turns with images are sampled by the engine of this package alone. Set engine='transformers', or, "
-            "for turns of text, pass processing_class=processor.tokenizer."
+            f"vllm_server_urls with a {type(processing_class).__name__}, and tools, environment_factory or "
+            "rollout_func: later turns with images are sampled by engine='transformers', and by engine='vllm' without "
+            "servers. Leave vllm_server_urls out, or, for turns of text, pass processing_class=processor.tokenizer."
         )
 
 

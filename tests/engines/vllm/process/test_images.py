@@ -17,7 +17,7 @@ from tests.engines.vllm.real_pictures import (
     weights_of,
 )
 from tests.engines.vllm.real_vllm import vllm_python
-from tests.images.pictured import pictured
+from tests.images.pictured import pictured, size_of, with_pictures
 from tests.runs import logged
 from tests.vision import picture
 from tests.workers.processes import until
@@ -111,3 +111,45 @@ def test_attention_in_both_directions_which_vllm_lacks_on_a_cpu_is_refused():
             )
     finally:
         engine.close()
+
+
+async def pictured_turns(episode):
+    messages = list(episode.prompt)
+    for turn in range(2):
+        answer = await episode.sample(messages, max_new_tokens=8)
+        part = {"type": "image", "image": picture(10 * episode.number + turn, *size_of(turn + episode.number))}
+        messages += [answer.message, {"role": "user", "content": [{"type": "text", "text": "w3"}, part]}]
+    await episode.sample(messages)
+    return float(sum(episode.token_ids) % 7)
+
+
+@pytest.mark.parametrize("kv_on_publish", ["recompute", pytest.param("keep", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2_5_vl", *(pytest.param(f, marks=pytest.mark.slow) for f in ("idefics3", "qwen3_vl", "llava_next"))],
+)
+def test_a_run_trains_on_turns_that_add_pictures(tmp_path, family, kv_on_publish):
+    model, processor = policy(family, adapter=False)
+    processor.save_pretrained = WholeProcessor(processor).save_pretrained
+    trainer = pictured(
+        family,
+        tmp_path,
+        model=model,
+        processing_class=processor,
+        engine="vllm",
+        vllm_python=vllm_python(),
+        rollout_func=pictured_turns,
+        train_dataset=with_pictures([1, 0, 2, 1]),
+        max_completion_length=200,
+        engine_slots=8,
+        engine_threads=1,
+        max_staleness=0 if kv_on_publish == "keep" else 1,
+        max_steps=3,
+        kv_on_publish=kv_on_publish,
+        delivery_check_steps=2,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 3
+    gaps = [*logged(trainer, "a3po/delivery/gap"), *logged(trainer, "a3po/engine_gap/max")]
+    assert gaps and max(gaps) < TOLERANCE
+    assert logged(trainer, "a3po/episodes/turns") == [3.0] * 3

@@ -50,10 +50,11 @@ class ImageFeatures:
         found = self._processor._find_mm_placeholders(list(token_ids), expected).get("image", [])
         ranges = [place.to_range() for place in found]
         check_places(token_ids, ranges, len(images))
-        name = content_of(fields)
-        return [
-            _feature(*of_image, f"{name}-{n}") for n, of_image in enumerate(zip(arrays["image"], ranges, strict=True))
+        # An image keeps its name in a later turn that adds others.
+        named = [
+            (data, place, content_of(data.get_data())) for data, place in zip(arrays["image"], ranges, strict=True)
         ]
+        return [_feature(*of_image) for of_image in named]
 
     def _arrays(self, items: Any, images: int, made: Mapping[str, torch.Tensor]) -> Any:
         """The fields that were `made` of so many images, divided among them. vLLM's code for the family runs as after
@@ -129,7 +130,7 @@ def check_places(token_ids: Sequence[int], ranges: Sequence[Any], images: int) -
 
 
 def content_of(fields: Mapping[str, torch.Tensor]) -> str:
-    """The same for the same arrays: what vLLM keeps of an image, it keeps under this name."""
+    """The same for the same arrays of an image: what vLLM keeps of it, it keeps under this name."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(fields):
         field = fields[name].contiguous()
