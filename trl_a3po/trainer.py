@@ -49,7 +49,6 @@ from trl_a3po.checkpoints.choose_checkpoint import choose_checkpoint, warn_of_ea
 from trl_a3po.checks.arguments import (
     check_arguments,
     check_environments,
-    check_images_in_episodes,
     check_on_group,
     check_processing_class,
     check_reward_functions,
@@ -93,6 +92,7 @@ from trl_a3po.planning.earlier_run import forecast_from_earlier_run
 from trl_a3po.protocol.records import Group
 from trl_a3po.publish.quantised import prevent_repacking
 from trl_a3po.report.at_a_glance import LogEvent
+from trl_a3po.report.completions_table import make_contents_alike
 from trl_a3po.report.loss_metrics import LossMetrics
 from trl_a3po.report.progress import restart_clocks
 from trl_a3po.report.rollout_log import RolloutLog, RolloutLogCallback, kept_share
@@ -258,7 +258,6 @@ class A3POTrainer(ReplayHooks, GRPOTrainer):
         aux_loss = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         check_periodic(args, deepspeed=self.is_deepspeed_enabled, aux_loss=aux_loss)
         check_processing_class(self.processing_class)
-        check_images_in_episodes(args, self.processing_class, runs_episodes=runs_episodes(self))
         check_dataset(args, self.train_dataset, self.processing_class, needs_prompt=not self.environment_factories)
         check_columns(
             "eval_dataset", self.eval_dataset, self.processing_class, needs_prompt=not self.environment_factories
@@ -703,6 +702,9 @@ class A3POTrainer(ReplayHooks, GRPOTrainer):
             for name, value in self._loss_metrics.collect(self._team).items():
                 self._metrics["train"][name].append(value)
             self._show_row_weights()
+        if self.log_completions and self._is_vlm:
+            for column in ("prompt", "completion"):
+                make_contents_alike(self._logs[column])
         event = LogEvent(self.callback_handler, shows_all=self.args.log_all_metrics)
         sections = in_sections(integration_utils.rewrite_logs)
         with temporarily(self, callback_handler=event), temporarily(integration_utils, rewrite_logs=sections):

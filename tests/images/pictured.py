@@ -60,3 +60,14 @@ def pictured(family: str, folder, trainer_class=A3POTrainer, **settings):
         model.save_pretrained(folder / "model")
         model = str(folder / "model")
     return build(model, folder, trainer_class, **(own | defaults | settings))
+
+
+async def pictured_turns(episode):
+    """Three turns, after the first two of which the user shows another picture."""
+    messages = list(episode.prompt)
+    for turn in range(2):
+        answer = await episode.sample(messages, max_new_tokens=8)
+        part = {"type": "image", "image": picture(10 * episode.number + turn, *size_of(turn + episode.number))}
+        messages += [answer.message, {"role": "user", "content": [{"type": "text", "text": "w3"}, part]}]
+    await episode.sample(messages)
+    return float(sum(episode.token_ids) % 7)

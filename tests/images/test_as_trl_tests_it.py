@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 
-from tests.images.pictured import pictured, with_pictures
+from tests.images.pictured import pictured, questions, with_pictures
+from tests.images.talking import ids, look, results_in, talking_processor
 from tests.vision import FAMILIES
 from trl_a3po import A3POTrainer
+from trl_a3po.testing import StubEngine
 
 AS_THERE = {
     "optim": "adamw_torch",
@@ -79,3 +82,23 @@ def test_train_vlm_log_multimodal(tmp_path, logs):
     trainer, _, _ = trained("gemma3", tmp_path, log_completions=True, log_multimodal=logs, max_steps=2)
     images = [len(images) for images in trainer._logs["images"]]
     assert images == ([1] * 2 if logs else [])
+
+
+@pytest.mark.filterwarnings("ignore:The tokenizer has a legacy")
+@pytest.mark.parametrize(
+    "family", [name if name == "qwen3_vl" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+)
+def test_train_with_tools_multimodal_response(family, tmp_path):
+    def complete(prompt_ids, number):
+        first = "w9 <eos>" if number else "call look w2 <eos>"
+        return ids("w8 w7 <eos>" if results_in(prompt_ids) else first)
+
+    trainer, changed, names = trained(
+        family, tmp_path, engine=StubEngine(complete), tools=[look], processing_class=talking_processor(family),
+        train_dataset=Dataset.from_dict({"prompt": questions()}), max_completion_length=60,
+        reward_funcs=lambda completion_ids, **kwargs: [float(len(tokens)) for tokens in completion_ids],
+    )  # fmt: skip
+    last = [entry for entry in trainer.state.log_history if "tools/call_frequency" in entry][-1]
+    assert last["tools/call_frequency"] == pytest.approx(1 / 2)
+    assert last["tools/failure_frequency"] == pytest.approx(0.0)
+    assert_all_changed(family, changed, names)

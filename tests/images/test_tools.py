@@ -2,6 +2,7 @@
 `GRPOTrainer`'s own loop makes of the same turns, where it can, and in every family what the processor makes of the
 whole conversation."""
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,9 @@ from tests.images.talking import TOOLS, ids, look, note, picture_of, results_in,
 from tests.runs import assert_same_gradients, build, train_recorded
 from tests.vision import FAMILIES
 from trl_a3po.episodes.image_rules import tool_content
+from trl_a3po.episodes.turn_requests import TurnRequests
+from trl_a3po.protocol.engine import GroupRequest
+from trl_a3po.protocol.images import PromptImages
 from trl_a3po.rollout.batch_rows import images_of_row
 from trl_a3po.testing import StubEngine
 
@@ -363,6 +367,29 @@ def test_a_rollout_function_shows_pictures(tmp_path, family):
             torch.testing.assert_close(field, made[name], rtol=0, atol=0)
 
 
-def test_servers_of_vllm_refuse_turns_with_a_processor(tmp_path):
-    with pytest.raises(ValueError, match="vllm_server_urls with a Qwen25Processor, and tools"):
-        talking("qwen2_5_vl", tmp_path, engine="vllm", vllm_server_urls=["http://127.0.0.1:1"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_turns_with_other_pictures_of_the_same_size_are_not_sampled_together(shared):
+    submitted, images = [], PromptImages((), {})
+
+    async def ask_for_two():
+        turns = TurnRequests(submitted.extend, lambda request_id: None)
+        each = [images, images] if shared else [PromptImages((), {}), PromptImages((), {})]
+        requests = [GroupRequest(0, 0, (1, 2), 1, number, images=one) for number, one in enumerate(each)]
+        tasks = [asyncio.ensure_future(turns.ask(request)) for request in requests]
+        await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(ask_for_two())
+    assert [request.num_rollouts for request in submitted] == ([2] if shared else [1, 1])
+
+
+def test_an_evaluation_and_the_table_of_completions_show_the_pictures_of_tools(tmp_path):
+    trainer = talking(
+        "qwen2_5_vl", tmp_path, train_dataset=with_pictures(COUNTS), eval_dataset=with_pictures([1, 0]), max_steps=1,
+        eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, log_completions=True, log_multimodal=True,
+    )  # fmt: skip
+    (evaluated,) = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert evaluated["eval_tools/call_frequency"] == pytest.approx(9 / 4)
+    shown = [len(images or ()) for images in trainer._logs["images"]]
+    assert len(shown) == 8 and max(shown) > 2

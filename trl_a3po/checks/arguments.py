@@ -71,17 +71,6 @@ def check_processing_class(processing_class: Any) -> None:
         )
 
 
-def check_images_in_episodes(args: A3POConfig, processing_class: Any, *, runs_episodes: bool) -> None:
-    """Raise `ValueError` for rollouts of several turns with a processor on vLLM servers, where later turns with images
-    are not known to work."""
-    if runs_episodes and isinstance(processing_class, ProcessorMixin) and args.vllm_server_urls:
-        raise ValueError(
-            f"vllm_server_urls with a {type(processing_class).__name__}, and tools, environment_factory or "
-            "rollout_func: later turns with images are sampled by engine='transformers', and by engine='vllm' without "
-            "servers. Leave vllm_server_urls out, or, for turns of text, pass processing_class=processor.tokenizer."
-        )
-
-
 def check_outside_training(rollout_func: Any) -> None:
     """Raise `ValueError` for an evaluation outside of training of a trainer with a rollout function."""
     if rollout_func is not None:

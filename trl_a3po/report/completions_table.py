@@ -23,6 +23,22 @@ def completion_columns(rows: Sequence[Row], version: int) -> dict[str, list[Any]
     }
 
 
+def make_contents_alike(column: MutableSequence[Any]) -> None:
+    """If a message of the conversations in `column` has content parts, such as images of tools, give all of them
+    parts: TRL cannot write a table in which some contents are text and others lists."""
+    messages = [message for conversation in column if isinstance(conversation, list) for message in conversation]
+    if not any(isinstance(message.get("content"), list) for message in messages):
+        return
+    for place, conversation in enumerate(column):
+        if isinstance(conversation, list):
+            column[place] = [_with_parts(message) for message in conversation]
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
 class RowWeights:
     """The mean weight of each row that this process trains, for the current generation batch."""
 

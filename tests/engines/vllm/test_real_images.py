@@ -21,7 +21,7 @@ from tests.engines.vllm.real_pictures import (
     sampling_of,
     weights_of,
 )
-from tests.images.pictured import pictured, with_pictures
+from tests.images.pictured import pictured, pictured_turns, with_pictures
 from tests.runs import logged
 from tests.vision import picture
 from tests.workers.processes import until
@@ -150,6 +150,31 @@ def test_a_run_trains_on_prompts_with_and_without_images(quick, tmp_path):
     assert trainer.state.global_step == 4
     gaps = [*logged(trainer, "a3po/delivery/gap"), *logged(trainer, "a3po/engine_gap/max")]
     assert gaps and max(gaps) < TOLERANCE
+
+
+def test_a_run_trains_on_turns_that_add_pictures(quick, tmp_path):
+    (server,) = quick["qwen2_5_vl", "whole"]
+    model, processor = policy("qwen2_5_vl", adapter=False)
+    trainer = pictured(
+        "qwen2_5_vl",
+        tmp_path,
+        model=model,
+        processing_class=processor,
+        train_dataset=with_pictures([1, 0, 2, 1]),
+        rollout_func=pictured_turns,
+        engine="vllm",
+        vllm_server_urls=[server.server.url],
+        max_completion_length=200,
+        max_staleness=1,
+        max_steps=3,
+        kv_on_publish="recompute",
+        delivery_check_steps=2,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 3
+    gaps = [*logged(trainer, "a3po/delivery/gap"), *logged(trainer, "a3po/engine_gap/max")]
+    assert gaps and max(gaps) < TOLERANCE
+    assert logged(trainer, "a3po/episodes/turns") == [3.0] * 3
 
 
 def test_images_without_the_servers_key_are_not_answered(quick, monkeypatch):

@@ -17,7 +17,7 @@ from tests.engines.vllm.real_pictures import (
     weights_of,
 )
 from tests.engines.vllm.real_vllm import vllm_python
-from tests.images.pictured import pictured, size_of, with_pictures
+from tests.images.pictured import pictured, pictured_turns, with_pictures
 from tests.runs import logged
 from tests.vision import picture
 from tests.workers.processes import until
@@ -111,16 +111,6 @@ def test_attention_in_both_directions_which_vllm_lacks_on_a_cpu_is_refused():
             )
     finally:
         engine.close()
-
-
-async def pictured_turns(episode):
-    messages = list(episode.prompt)
-    for turn in range(2):
-        answer = await episode.sample(messages, max_new_tokens=8)
-        part = {"type": "image", "image": picture(10 * episode.number + turn, *size_of(turn + episode.number))}
-        messages += [answer.message, {"role": "user", "content": [{"type": "text", "text": "w3"}, part]}]
-    await episode.sample(messages)
-    return float(sum(episode.token_ids) % 7)
 
 
 @pytest.mark.parametrize("kv_on_publish", ["recompute", pytest.param("keep", marks=pytest.mark.slow)])
