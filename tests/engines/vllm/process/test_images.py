@@ -31,22 +31,23 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 TEMPERATURE = 0.8
 LENGTH = 500  # tokens; a real vLLM has sampled few hundred before a publish comes
 CASES = [
-    ("qwen2_5_vl", "whole", "recompute"),
-    ("idefics3", "adapter", "keep"),
+    ("qwen2_5_vl", "whole", "recompute", 1),
+    ("idefics3", "adapter", "keep", 1),
     *[
-        pytest.param(family, what, kv, marks=pytest.mark.slow)
-        for family, what, kv in [
-            ("qwen2_5_vl", "adapter", "recompute"),
-            ("qwen3_vl", "whole", "keep"),
-            ("idefics3", "whole", "keep"),
-            ("llava_next", "whole", "recompute"),
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("qwen2_5_vl", "adapter", "recompute", 1),
+            ("qwen2_5_vl", "whole", "recompute", 2),
+            ("qwen3_vl", "whole", "keep", 1),
+            ("idefics3", "whole", "keep", 1),
+            ("llava_next", "whole", "recompute", 1),
         ]
     ],
 ]
 
 
-@pytest.mark.parametrize("name, what, kv_on_publish", CASES)
-def test_a_publish_leaves_nothing_of_the_images_before(name, what, kv_on_publish):
+@pytest.mark.parametrize("name, what, kv_on_publish, devices", CASES)
+def test_a_publish_leaves_nothing_of_the_images_before(name, what, kv_on_publish, devices):
     model, processor = policy(name, what == "adapter")
     first, second, third = picture(1), picture(2, 30, 18), picture(3, 12, 28)
     requests = [request(processor, 0, first), request(processor, 1, second, third), request(processor, 2)]
@@ -56,6 +57,7 @@ def test_a_publish_leaves_nothing_of_the_images_before(name, what, kv_on_publish
         python=vllm_python(),
         processor=WholeProcessor(processor),
         kv_on_publish=kv_on_publish,
+        other_devices=["cpu"] * (devices - 1),
         threads=1,
         start_timeout=300.0,
     )

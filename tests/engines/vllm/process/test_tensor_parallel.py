@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engines.transformers.running import events_of
 from tests.engines.vllm.process.test_versions import (
     FILTERED,
     ROUNDING,
@@ -22,7 +23,7 @@ from tests.engines.vllm.process.test_versions import (
 from tests.engines.vllm.real_vllm import vllm_python
 from tests.workers.processes import TIMEOUT, is_gone, until
 from trl_a3po.engines.vllm.process.vllm_engine import VLLMEngine, worker_variables
-from trl_a3po.errors import EngineError
+from trl_a3po.protocol.engine import GroupRequest
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.testing import completion_logps
 
@@ -106,10 +107,12 @@ def test_an_adapter_reaches_every_rank_and_a_worker_that_is_killed_leaves_no_ran
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kept_caches_are_kept_in_every_rank_and_a_rank_that_is_killed_ends_the_worker():
-    with published_with_kept_caches(max_restarts=0, **SPREAD) as engine:
+def test_kept_caches_are_kept_in_every_rank_and_after_a_rank_was_killed_the_replica_is_started_again():
+    with published_with_kept_caches(**SPREAD) as engine:
         left = Left(engine)
         os.kill(left.ranks[1], signal.SIGKILL)
-        with pytest.raises(EngineError, match="died unexpectedly"):
-            until(lambda: engine.wait(0.1))
         until(left.is_nothing)
+        engine.submit([GroupRequest(9, 9, PROMPT, 2)])
+        (event,) = events_of(engine, [9]).values()
+        assert {version for rollout in event.rollouts for version in rollout.versions} == {1}
+        assert engine.stats().restarts == 1
