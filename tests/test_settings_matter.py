@@ -127,7 +127,7 @@ class Parts:
             processing_class=None, _tokenizer=None, _reward_thread=None, _recorded_from=1, rollout=None, tools=[len],
             environment_factories=None, _standalone_tools=[len], _multi_environment=False, chat_template=None,
             chat_template_kwargs={}, max_completion_length=8, accelerator=SimpleNamespace(num_processes=1),
-            model=SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace)),
+            _is_vlm=False, model=SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace)),
         )  # fmt: skip
         engine = build_engine.build_engine(args, torch.device("cpu"))
         scorer = build_scorer.build_scorer(trainer, None)
