@@ -14,8 +14,8 @@ loads FlashAttention 3 from the Hub, and `torch`'s own kernel takes its place he
 seconds that the engine needs for the tokens of a step at the rate at which it samples, or those of training and
 publishing, if they are more. With `:1` each slows the other down, so there is none.
 
-`step`, `wait` (for a batch), `publish` and `train` (the rest) are seconds per optimizer step, `tokens/s` are trained
-completion tokens.
+`step`, `wait` (for a batch), `publish` and `train` (the rest) are seconds per optimizer step, those of AsyncGRPOTrainer
+as it logs them; `tokens/s` are trained completion tokens.
 """
 
 import argparse
@@ -137,7 +137,8 @@ def train_grpo(arguments, options: set[str]) -> dict[str, float]:
     tokenizer, model = policy(arguments)
 
     def measured() -> dict[str, float]:
-        lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history]
+        name = "completions/mean_length"
+        lengths = [entry[name] for entry in trainer.state.log_history if name in entry]
         tokens = [length * arguments.completions for length in lengths]
         return numbers(*times, tokens) | {"length": mean(lengths[WARM:])}
 
@@ -162,7 +163,7 @@ def train_async_grpo(arguments, options: set[str]) -> dict[str, float]:
             return attend(q, k, v, *lengths, 0.0, causal, False, scale=softmax_scale)[0]
 
     packing._flash_attn = lambda: Kernel
-    (tokenizer, model), steps = policy(arguments), []
+    tokenizer, model = policy(arguments)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     text = {"content": {"close_pattern": "<eos>", "content": "text"}}
     tokenizer.response_template = {"defaults": {"role": "assistant"}, "fields": text}
@@ -171,10 +172,10 @@ def train_async_grpo(arguments, options: set[str]) -> dict[str, float]:
     settings = common(arguments)
 
     def measured() -> dict[str, float]:
-        names = "perf/rollout_wait_s", "perf/weight_sync_s", "batch/trained_tokens_per_step"
+        names = "perf/step_s", "perf/rollout_wait_s", "perf/weight_sync_s", "batch/trained_tokens_per_step"
         history = [entry for entry in trainer.state.log_history if names[0] in entry]
         lengths = [entry["sample/trained_tokens_mean"] for entry in history[WARM:]]
-        return numbers(steps, *([entry[name] for entry in history] for name in names)) | {"length": mean(lengths)}
+        return numbers(*([entry[name] for entry in history] for name in names)) | {"length": mean(lengths)}
 
     with serving(arguments, folder, context) as url:
         args = AsyncGRPOConfig(
@@ -193,7 +194,7 @@ def train_async_grpo(arguments, options: set[str]) -> dict[str, float]:
             args=args,
             train_dataset=rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}),
             processing_class=tokenizer,
-            callbacks=[step_clock(steps), step_notes(arguments, WARM, measured)],
+            callbacks=[step_notes(arguments, WARM + 1, measured)],  # the first step has no seconds
         )
         trainer.train()
     return measured()

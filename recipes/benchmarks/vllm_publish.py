@@ -16,6 +16,7 @@ which it did not generate.
 """
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -206,7 +207,8 @@ def grpo_with_vllm(arguments, model, tokenizer, one_gpu: bool, **settings) -> It
 
 @contextmanager
 def serving(arguments, folder: Path, context: int) -> Iterator[str]:
-    """The URL of a server on the second GPU, to which GRPOTrainer can send weights."""
+    """The URL of a server on the second GPU, to which GRPOTrainer can send weights. An arm that is cut stops it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("The arm is cut."))
     from vllm_server import VLLMServer
 
     from trl_a3po.engines.vllm.servers.startup import ServerRequirements
