@@ -27,7 +27,6 @@ from trl_a3po.forward.self_check import check_rows, compare_forwards
 from trl_a3po.forward.zero_traces import ZeroTraces
 from trl_a3po.models.attention_shape import head_dim
 from trl_a3po.models.flash_kernels import kernel_refusal
-from trl_a3po.models.sharded import gather_anew
 from trl_a3po.models.unwrap import base_model
 
 logger = logging.getLogger(__name__)
@@ -124,7 +123,6 @@ class TrainingForward:
         """What `padded`, TRL's method, returns for the arguments that follow it."""
 
         def traced(model: torch.nn.Module, *arguments: Any, **options: Any) -> Outputs:
-            gather_anew(model)
             with self._traces.of(model):
                 return padded(model, *arguments, **options)
 
@@ -184,7 +182,6 @@ class TrainingForward:
         self, model: torch.nn.Module, input_ids: torch.Tensor, packed: PackedBatch, width: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         base = base_model(self._accelerator.unwrap_model(model))
-        gather_anew(model)
         with self._accelerator.autocast(), self._traces.of(model):
             return packed_logps(model, base, input_ids, packed, width)
 

@@ -1,7 +1,6 @@
 """Weights that are spread over the processes, by DeepSpeed ZeRO-3 or by FSDP2.
 
-Guarantees: no function here communicates with another process, and weights are only read. FSDP2 has no public name
-for what `gather_anew` changes; read in torch 2.11 to 2.13.
+Guarantees: no function here communicates with another process, and weights are only read.
 """
 
 from dataclasses import replace
@@ -51,15 +50,6 @@ def keep_output_dtypes(fsdp_plugin: Any | None) -> None:
     """
     if fsdp_plugin is not None and fsdp_plugin.mixed_precision_policy is not None:
         fsdp_plugin.mixed_precision_policy = replace(fsdp_plugin.mixed_precision_policy, output_dtype=None)
-
-
-def gather_anew(model: nn.Module) -> None:
-    """Have the next forward of a model that FSDP2 shards gather the weights of every layer. torch before 2.13 gathers
-    those of layers that it shards together only if the forward before has called all of them or a backward followed
-    it, and TRL's forwards take the weight of an output layer without calling it."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module._get_fsdp_state()._modules_to_run_forward.clear()
 
 
 def plain_class(module: nn.Module) -> type[Any]:
