@@ -14,8 +14,8 @@ loads FlashAttention 3 from the Hub, and `torch`'s own kernel takes its place he
 seconds that the engine needs for the tokens of a step at the rate at which it samples, or those of training and
 publishing, if they are more. With `:1` each slows the other down, so there is none.
 
-`step`, `wait` (for a batch), `publish` and `train` (the rest) are seconds per optimizer step, those of AsyncGRPOTrainer
-as it logs them; `tokens/s` are trained completion tokens.
+`step`, `wait` (for a batch), `publish` and `train` (the rest) are seconds per optimizer step, those that
+AsyncGRPOTrainer logs for itself; `tokens/s` are trained completion tokens.
 """
 
 import argparse
