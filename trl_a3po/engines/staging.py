@@ -65,6 +65,12 @@ class Handle:
     shared: dict[str, Any]
     frozen: frozenset[str]
 
+    @property
+    def gpu_bytes(self) -> int:
+        """Of the buffer, if it is on a GPU."""
+        on_host = isinstance(self.opener, int | str) or not self.places
+        return 0 if on_host else self.places[-1].start + self.places[-1].size
+
 
 class Staging:
     """The trainer's side.

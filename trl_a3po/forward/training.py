@@ -61,7 +61,11 @@ class TrainingForward:
         self._shows_images = shows_images
         self.refusal = self._refusal(models)
         self._tokens_padded = self._tokens_run = 0  # of the last call
-        self._bases = [base_model(accelerator.unwrap_model(model)) for model in models]
+        # accelerate's way to them looks for installed packages each time, which takes milliseconds.
+        self._unwrapped: dict[torch.nn.Module, torch.nn.Module] = {
+            model: accelerator.unwrap_model(model) for model in models
+        }
+        self._bases = [base_model(model) for model in self._unwrapped.values()]
         # TRL marks the images of tools with them in every family that has no grid.
         takes = all("token_type_ids" in inspect.signature(type(base).forward).parameters for base in self._bases)
         self._not_taken = () if takes else ("token_type_ids",)
@@ -130,7 +134,7 @@ class TrainingForward:
         self._tokens_padded = self._tokens_run = input_ids.numel()
         needs_more = compute_aux_loss or any(value is not None for value in multimodal.values())
         if self.refusal is None and not needs_more:
-            install_packed_attention(base_model(self._accelerator.unwrap_model(model)))
+            install_packed_attention(base_model(self._inner(model)))
             self._check(traced, model, input_ids, attention_mask, logits_to_keep)
         if self.refusal is not None or needs_more:
             return forward_with_images(
@@ -154,6 +158,12 @@ class TrainingForward:
         entropies = [entropy for _, entropy in parts if entropy is not None]
         return logps, torch.cat(entropies) if compute_entropy else None, None
 
+    def _inner(self, model: torch.nn.Module) -> torch.nn.Module:
+        """`model` without what accelerate has put around it, now or when training began."""
+        if model not in self._unwrapped:
+            self._unwrapped[model] = self._accelerator.unwrap_model(model)
+        return self._unwrapped[model]
+
     def _forward(
         self,
         padded: Callable[..., Outputs],
@@ -163,7 +173,7 @@ class TrainingForward:
         width: int,
         compute_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        packed = self._layout(base_model(self._accelerator.unwrap_model(model)), input_ids, attention_mask, width)
+        packed = self._layout(base_model(self._inner(model)), input_ids, attention_mask, width)
         if packed is None:  # nothing to score, but the other ranks run a forward
             self._tokens_run += input_ids.numel()
             return padded(model, input_ids, attention_mask, width, compute_entropy=compute_entropy)[:2]
@@ -181,7 +191,7 @@ class TrainingForward:
     def _run(
         self, model: torch.nn.Module, input_ids: torch.Tensor, packed: PackedBatch, width: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        base = base_model(self._accelerator.unwrap_model(model))
+        base = base_model(self._inner(model))
         with self._accelerator.autocast(), self._traces.of(model):
             return packed_logps(model, base, input_ids, packed, width)
 
@@ -214,7 +224,7 @@ class TrainingForward:
         width: int,
     ) -> None:
         """Run padded from now on unless both layouts give the padded log-probs of `model`, on every rank."""
-        inner = self._accelerator.unwrap_model(model)
+        inner = self._inner(model)
         if id(inner) in self._checked:
             return
         self._checked.add(id(inner))

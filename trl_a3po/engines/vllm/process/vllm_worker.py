@@ -18,6 +18,8 @@ from unittest import mock
 from trl_a3po.engines.worker_loop import Load, run_worker
 from trl_a3po.workers.channel import Channel
 
+_FREE_AT_START = 0.97  # of a GPU's memory; processes that use it have taken the rest
+
 if TYPE_CHECKING:  # importing torch takes seconds, and the channel to the parent comes first
     from trl_a3po.engines.vllm.process.vllm_decoder import VLLMDecoder
 
@@ -70,7 +72,13 @@ def _set_up(channel: Channel) -> "tuple[Load, VLLMDecoder]":
     channel.send(("built",))
     _, version, _ = channel.receive_one()
     adapters = setup.adapter is not None
-    core = VLLMCore(setup.options, setup, handle, adapters=adapters, images=setup.images)
+    options = dict(setup.options)
+    if handle.gpu_bytes:
+        total = torch.cuda.get_device_properties(0).total_memory
+        options["gpu_memory_utilization"] = share_beside(
+            options["gpu_memory_utilization"], handle.gpu_bytes, total_bytes=total
+        )
+    core = VLLMCore(options, setup, handle, adapters=adapters, images=setup.images)
 
     def load(version: int, names: tuple[str, ...] | None) -> None:
         if adapters:
@@ -83,6 +91,12 @@ def _set_up(channel: Channel) -> "tuple[Load, VLLMDecoder]":
     decoder = VLLMDecoder(core, setup.sampling, sampling_params, version=version, **setup.decoder)
     channel.send(("loaded", version))
     return load, decoder
+
+
+def share_beside(share: float, staged_bytes: int, *, total_bytes: int) -> float:
+    """The share of a GPU's memory that vLLM takes: `share`, or less where the weights that are staged on the same GPU
+    leave less. vLLM does not start unless its share is free."""
+    return min(share, _FREE_AT_START - staged_bytes / total_bytes)
 
 
 def _prepare_ranks(folder: str) -> None:
