@@ -13,7 +13,7 @@ from PIL import Image
 from trl.data_utils import prepare_multimodal_messages
 
 from tests.episodes.test_same_as_grpo import METRICS, KeepingTrainer, ToldGRPOTrainer
-from tests.images.pictured import questions, with_pictures
+from tests.images.pictured import pictured, questions, with_pictures
 from tests.images.talking import TOOLS, ids, look, note, picture_of, results_in, talk, talking_processor
 from tests.runs import assert_same_gradients, build, train_recorded
 from tests.vision import FAMILIES
@@ -393,3 +393,19 @@ def test_an_evaluation_and_the_table_of_completions_show_the_pictures_of_tools(t
     assert evaluated["eval_tools/call_frequency"] == pytest.approx(9 / 4)
     shown = [len(images or ()) for images in trainer._logs["images"]]
     assert len(shown) == 8 and max(shown) > 2
+
+
+@pytest.mark.parametrize("family", ["gemma3", "idefics3"])
+def test_a_model_is_given_no_argument_that_it_does_not_take(tmp_path, family):
+    """TRL marks the images of tools by `token_type_ids` in every family without a grid; only Gemma 3 reads them."""
+    trainer, given = pictured(family, tmp_path), []
+
+    def padded(model, ids, mask, length, **arguments):
+        given.append(arguments)
+        return torch.zeros(len(ids), length), None, None
+
+    ids, images = torch.ones(1, 3, dtype=torch.long), {"pixel_values": torch.ones(1, 1, 3, 4, 4)}
+    if family == "idefics3":
+        images["pixel_attention_mask"] = torch.ones(1, 1, 4, 4)
+    trainer._training_forward(padded, trainer.model, ids, ids, 1, **images, num_images=[1], token_type_ids=ids)
+    assert ("token_type_ids" in given[0]) == (family == "gemma3") and "pixel_values" in given[0]
