@@ -39,10 +39,11 @@ class TrainingForward:
         args: `packed_forward` and `shared_prompt` choose the layout.
         accelerator: the trainer's.
         models: the policy, and the reference model if there is a separate one.
-        shows_images: prompts may have images, so that the processes would not agree on which forwards are packed.
+        shows_images: prompts may have images. A forward is packed where no process has one with images.
 
     Raises:
-        ValueError: `packed_forward="on"` or `shared_prompt="on"` for a model that can only be run padded.
+        ValueError: `packed_forward="on"` or `shared_prompt="on"` for a model that can only be run padded, or for
+            prompts that may have images.
     """
 
     def __init__(
@@ -90,7 +91,11 @@ class TrainingForward:
         dtype = half or base_model(model).dtype
         refusal = kernel_refusal(self._accelerator.device, dtype, head_dim(model.config))
         kernel = "FlashAttention" if refusal is None else f"SDPA ({refusal})"
-        return f"packed, prompts shared {sharing}, attention by {kernel}; the first batch is checked against padded"
+        images = "padded where a batch has images, else " if self._shows_images else ""
+        checked = (
+            "the first of them is checked against padded" if images else "the first batch is checked against padded"
+        )
+        return f"{images}packed, prompts shared {sharing}, attention by {kernel}; {checked}"
 
     def _refusal(self, models: Sequence[torch.nn.Module]) -> str | None:
         """Why every forward is padded; `None` where forwards may be packed."""
@@ -98,9 +103,9 @@ class TrainingForward:
             return "packed_forward='off'"
         compiled = self._args.torch_compile
         refusals = [packing_refusal(self._accelerator.unwrap_model(model), compiled=compiled) for model in models]
-        if self._shows_images:
-            refusals.insert(0, "prompts may have images")
         refusal = next((why for why in refusals if why is not None), None)
+        if self._shows_images and "on" in (self._args.packed_forward, self._args.shared_prompt):
+            refusal = "prompts may have images"
         if refusal is not None:
             self._run_padded(refusal, ValueError)
         return refusal
@@ -133,10 +138,7 @@ class TrainingForward:
         multimodal = {name: value for name, value in multimodal.items() if name not in self._not_taken}
         self._tokens_padded = self._tokens_run = input_ids.numel()
         needs_more = compute_aux_loss or any(value is not None for value in multimodal.values())
-        if self.refusal is None and not needs_more:
-            install_packed_attention(base_model(self._inner(model)))
-            self._check(traced, model, input_ids, attention_mask, logits_to_keep)
-        if self.refusal is not None or needs_more:
+        if not self._packs(traced, model, input_ids, attention_mask, logits_to_keep, needs_more):
             return forward_with_images(
                 traced,
                 model,
@@ -157,6 +159,36 @@ class TrainingForward:
         logps = torch.cat([logps for logps, _ in parts])
         entropies = [entropy for _, entropy in parts if entropy is not None]
         return logps, torch.cat(entropies) if compute_entropy else None, None
+
+    def _packs(
+        self,
+        padded: Callable[..., Outputs],
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        width: int,
+        needs_more: bool,
+    ) -> bool:
+        """Whether this forward is packed, which every process answers alike; `model` is left ready for it.
+
+        Args:
+            needs_more: this process needs what a packed forward does not give.
+        """
+        if self.refusal is not None:
+            return False
+        base = base_model(self._inner(model))
+        if self._anywhere(needs_more, input_ids.device) if self._shows_images else needs_more:
+            remove_packed_attention(base)
+            return False
+        install_packed_attention(base)
+        self._check(padded, model, input_ids, attention_mask, width)
+        return self.refusal is None
+
+    def _anywhere(self, here: bool, device: torch.device) -> bool:
+        """Whether `here` is true in any process; called by all of them."""
+        if self._accelerator.num_processes == 1:
+            return here
+        return bool(self._accelerator.reduce(torch.tensor(float(here), device=device), "sum").item())
 
     def _inner(self, model: torch.nn.Module) -> torch.nn.Module:
         """`model` without what accelerate has put around it, now or when training began."""
@@ -247,8 +279,7 @@ class TrainingForward:
             width,
             half=half,
         )
-        failed = torch.tensor(float(not all(verdict.holds for verdict in verdicts)), device=input_ids.device)
-        if self._accelerator.reduce(failed, "sum").item():
+        if self._anywhere(not all(verdict.holds for verdict in verdicts), input_ids.device):
             self.refusal = "the self-check failed; " + "; ".join(map(str, verdicts))
             self._run_padded(self.refusal, RuntimeError)
 
@@ -269,9 +300,11 @@ class TrainingForward:
 
     def arranged(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of a generation batch, with rows moved between those of one optimizer step so that
-        completions of one prompt are together and costs are even; unchanged where that could change a gradient."""
+        completions of one prompt are together and costs are even; unchanged where that could change a gradient, and
+        where a row has images."""
         args = self._args
-        if self.refusal is not None or not is_sum_over_rows(args):
+        has_images = any(part.get("pixel_values") is not None for part in slices)
+        if self.refusal is not None or has_images or not is_sum_over_rows(args):
             return slices
         together = micro_batches_per_step(len(slices), args.gradient_accumulation_steps)
         steps = [slices[start : start + together] for start in range(0, len(slices), together)]
