@@ -27,6 +27,7 @@ def train(family, folder, **settings):
     return trainer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", PACKED)
 def test_a_batch_of_text_is_packed_and_trains_the_weights_of_a_padded_one(tmp_path, family):
     torch.manual_seed(0)
