@@ -193,7 +193,7 @@ def test_a_reward_is_not_slow_because_of_what_its_first_call_starts(folder, caps
     assert code == 0 and "rewards: slow_at_first scored a group in 0.0" in printed
 
 
-def timeline(folder, *lines, steps=4, end=True, taken=0.1, scoring=0.0, logged=None, outcome="trained"):
+def timeline(folder, *lines, steps=4, end=True, taken=0.1, scoring=0.0, logged=None, outcome="trained", error=None):
     start = {"kind": "start", "time": 0.0, "run": "r", "version": 0, "resumed": False, "schedule": "async"}
     start |= {"max_staleness": 1, "groups_per_batch": 1, "num_generations": 4}
     spans = []
@@ -211,7 +211,7 @@ def timeline(folder, *lines, steps=4, end=True, taken=0.1, scoring=0.0, logged=N
             | dict.fromkeys(("scored", "ended"), step + taken),
             {"kind": "log", "logged": {"step": step + 1, "loss": 0.1, **(logged or {})}},
         ]
-    ends = [{"kind": "end", "time": 9.0}] if end else []
+    ends = [{"kind": "end", "time": 9.0, "error": error}] if end else []
     text = "\n".join(json.dumps(line) for line in [start, *spans, *lines, *ends])
     (folder / "timeline.jsonl").write_text(text + "\n")
     return folder
@@ -223,6 +223,11 @@ def timeline(folder, *lines, steps=4, end=True, taken=0.1, scoring=0.0, logged=N
         ({"end": False}, "killed after optimizer step 4"),
         ({"steps": 0, "end": False}, "still starting, or the process was killed before its first optimizer step"),
         ({"steps": 0}, "ended before its first optimizer step"),
+        ({"error": "ValueError: 1000 rows"}, "ended after optimizer step 4 with an error. ValueError: 1000 rows"),
+        (
+            {"steps": 0, "error": "ValueError: no"},
+            "ended before its first optimizer step with an error. ValueError: no",
+        ),
         ({"taken": 0.9}, "Generation-bound: the trainer waited 90% of the time"),
         ({"taken": 0.9, "scoring": 0.9}, "Score more groups at a time (reward_workers)"),
         ({"logged": {"loss": None}}, "lower learning_rate"),

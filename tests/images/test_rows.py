@@ -6,6 +6,7 @@ import re
 import pytest
 from datasets import Dataset, Features, Image, IterableDataset, Value
 from peft import LoraConfig
+from PIL import Image as PILImage
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.images.pictured import (
@@ -22,6 +23,7 @@ from tests.runs import TakeRecorder, logged
 from tests.tiny import tiny_tokenizer
 from tests.vision import FAMILIES, messages, picture
 from trl_a3po.session.evaluation import EvaluatedRows
+from trl_a3po.session.prompt_images import UnreadableImage, opened_image
 from trl_a3po.testing import StubEngine
 
 FEW = {"max_steps": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}  # one group
@@ -97,7 +99,10 @@ def test_every_prompt_is_prepared_once(tmp_path, monkeypatch):
 
 BROKEN = {"prompt": questions(1)[0], "image": {"bytes": b"no image", "path": None}}
 LEFT_OUT = {
-    "broken": (BROKEN, "An image cannot be read from its bytes: repair or remove the row."),
+    "broken": (
+        BROKEN,
+        "An image cannot be read from its bytes: repair or remove it. It has no format that PIL knows.",
+    ),
     "address": (
         {"prompt": questions(1)[0], "image": "https://example.com/a.png"},
         "An image is given as the address 'https://example.com/a.png', which is not fetched during training",
@@ -448,3 +453,8 @@ def test_an_evaluation_shows_images(tmp_path):
     shown = [request.images for request in trainer.args.engine.requests]
     assert len(shown) == 5 and None not in shown
     assert len(logged(trainer, "eval_reward")) == 1
+
+
+def test_an_image_without_pixels_is_refused():
+    with pytest.raises(UnreadableImage, match=r"0 × 4 pixels large, so it shows nothing"):
+        opened_image(PILImage.new("RGB", (0, 4)))

@@ -4,6 +4,7 @@ whole conversation."""
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from tests.images.talking import TOOLS, ids, look, note, picture_of, results_in,
 from tests.runs import assert_same_gradients, build, train_recorded
 from tests.vision import FAMILIES
 from trl_a3po.episodes.image_rules import tool_content
+from trl_a3po.episodes.templates import RefusedByProcessor
+from trl_a3po.episodes.tools import ToolRollout
 from trl_a3po.episodes.turn_requests import TurnRequests
 from trl_a3po.protocol.engine import GroupRequest
 from trl_a3po.protocol.images import PromptImages
@@ -302,9 +305,35 @@ def test_results_of_tools_that_are_no_content_parts(tmp_path):
 def test_an_image_for_a_policy_that_reads_text_alone_is_a_failure():
     assert tool_content([{"type": "text", "text": "a"}], None) == [{"type": "text", "text": "a"}]
     assert tool_content([1, 2], None) == [1, 2]
-    for result in (picture_of(1), [{"type": "image", "image": picture_of(1)}]):
+    assert tool_content((1, 2), None) == "(1, 2)"
+    part = {"type": "image", "image": picture_of(1)}
+    for result in (picture_of(1), [part], part, (part, part)):
         with pytest.raises(ValueError, match="the result is an image, and the policy reads text alone"):
             tool_content(result, None)
+
+
+def test_images_that_the_processor_refuses_are_failures_of_their_own_tools_alone():
+    class Templates:
+        image_rules = None
+
+        def is_longer(self, texts, most):
+            return False
+
+        def suffix(self, messages):
+            if any("broken" in str(message["content"]) and "error" not in message["content"] for message in messages):
+                raise RefusedByProcessor("no")
+            return [1], None
+
+    runner, added = object.__new__(ToolRollout), []
+    runner._templates = Templates()
+    episode = SimpleNamespace(
+        tokens_left=9, tool_failures=0, append_tokens=lambda ids, messages, images: added.append(messages)
+    )
+    contents = ([{"type": "image", "image": name}] for name in ("good", "broken", "fine"))
+    runner._append(episode, [{"role": "tool", "content": content} for content in contents])
+    first, second, third = (message["content"] for message in added[0])
+    assert first[0]["image"] == "good" and third[0]["image"] == "fine"
+    assert second == "{'error': 'no'}" and episode.tool_failures == 1
 
 
 class Canvas(Gallery):

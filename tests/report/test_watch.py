@@ -224,6 +224,13 @@ def test_a_run_that_says_nothing_any_more_is_said_to_be_silent():
     assert "finished" in printed_at(330.0, end=True)
 
 
+def test_a_run_that_an_error_ended_is_not_said_to_be_finished():
+    lines = [*run_lines(end=False), {"kind": "end", "time": 400.0, "error": "ValueError: 1000 rows in a row"}]
+    shown = "\n".join(printed(watch_view(lines), 100))
+    assert "ended with ValueError" in shown and "1000 rows in a row" in shown
+    assert "finished" not in shown
+
+
 def printed_at(now, *, end=False):
     shown = console()
     shown.print(watch_frame(watch_view(run_lines(end)), "run", now, 80))

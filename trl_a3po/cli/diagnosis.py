@@ -75,6 +75,9 @@ def _of_timeline(lines: list[dict[str, Any]]) -> Iterator[str]:
             f"PROBLEM: the process was killed after optimizer step {steps}, or it is still running: its timeline has "
             "no end. resume_from_checkpoint=True goes on from its newest checkpoint."
         )
+    elif error := lines[-1].get("error"):
+        when = f"after optimizer step {steps}" if steps else "before its first optimizer step"
+        yield f"PROBLEM: the run ended {when} with an error. {error}"
     elif not steps:
         yield "PROBLEM: the run ended before its first optimizer step: the error is in what it printed."
     yield from _of_groups(kinds["group"])

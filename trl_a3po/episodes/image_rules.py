@@ -38,13 +38,17 @@ class ImageRules:
 
 def tool_content(result: Any, rules: ImageRules | None) -> Any:
     """What a tool returned as the content of its message: content parts as they are, an image as a part, and
-    everything else as text.
+    everything else as text. A part alone and a tuple of parts are lists of parts.
 
     Raises:
         ValueError: an image that the policy cannot be shown, or a part that is neither text nor an image.
     """
     if is_image(result):
         result = [{"type": "image", "image": result}]
+    if _is_image_part(result):
+        result = [result]
+    if isinstance(result, tuple) and any(is_image(part) or _is_image_part(part) for part in result):
+        result = list(result)
     if not isinstance(result, list):
         return plain_text(str(result), rules)
     if all(isinstance(part, Mapping) and "type" in part for part in result):
@@ -90,10 +94,16 @@ def image_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [part for part in parts if part["type"] == "image"]
 
 
+def _is_image_part(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("type") == "image"
+
+
 def _part(part: Mapping[str, Any], rules: ImageRules | None) -> dict[str, Any]:
     kind = part["type"]
     if kind == "text" and isinstance(part.get("text"), str):
         return {**part, "text": plain_text(part["text"], rules)}
+    if kind == "text":
+        raise ValueError(f"a part of type 'text' holds {type(part.get('text')).__name__}: put a str under 'text'")
     if kind != "image":
         raise ValueError(f"the result has a part of type {kind!r}: only text and images are supported")
     if rules is None:

@@ -146,22 +146,32 @@ class ToolRollout:
         return EpisodeResult()
 
     def _append(self, episode: Episode, messages: list[Message]) -> bool:
-        """Add the results of tools to the episode. Returns whether they fit. Images that the processor refuses become
-        failures of their tools."""
+        """Add the results of tools to the episode. Returns whether they fit. Those whose images the processor refuses
+        become failures of their tools."""
         texts = [message["content"] for message in messages if isinstance(message["content"], str)]
         if self._templates.is_longer(texts, episode.tokens_left):  # before hours are spent on its tokens
             return False
         try:
             token_ids, images = self._templates.suffix(messages)
         except RefusedByProcessor as refusal:
-            if not image_parts(messages):
+            with_images = [message for message in messages if image_parts([message])]
+            if not with_images:
                 raise
-            for message in messages:
-                if image_parts([message]):
-                    episode.tool_failures += 1
-                    message["content"] = self._error(refusal)
+            refused = [message for message in with_images if self._is_refused(message, messages)]
+            for message in refused or with_images:
+                episode.tool_failures += 1
+                message["content"] = self._error(refusal)
             token_ids, images = self._templates.suffix(messages)
         return episode.append_tokens(token_ids, messages, images)
+
+    def _is_refused(self, message: Message, messages: list[Message]) -> bool:
+        """Whether the processor refuses the images of `message`, without those of the others."""
+        alone = [one if one is message or not image_parts([one]) else {**one, "content": ""} for one in messages]
+        try:
+            self._templates.suffix(alone)
+        except RefusedByProcessor:
+            return True
+        return False
 
     async def _call_tools(
         self,

@@ -23,13 +23,15 @@ All times are in seconds since 1970; missing numbers are `null`. The kinds of li
   of its worker;
 - `log`: `logged` holds every metric that was logged, under the names of the Trainer's `log_history`;
 - `warning`: the `text` of a warning of this package;
-- `checkpoint`: the checkpoint of `version` is being saved; `end`: training stopped;
+- `checkpoint`: the checkpoint of `version` is being saved; `end`: training stopped, with the
+  `error` that ended it (`null` where none did);
 - `continued`: the first line of a file that continues another; it holds what the line `start` holds.
 """
 
 import json
 import logging
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 NAME = "timeline.jsonl"
 OLDER = "timeline.older.jsonl"
 MOST_BYTES = 128 * 2**20
+_MOST_OF_AN_ERROR = 2000  # characters
 EPOCH = time.time() - time.monotonic()  # start of the monotonic clock, which is never set back
 TIMES = ("submitted", "finished", "scoring", "scored", "ended")  # of an attempt, in the queue's clock
 
@@ -113,9 +116,10 @@ class Timeline:
             self._give_up(error)
 
     def close(self) -> None:
-        """Write the line `end`. Further calls do nothing."""
+        """Write the line `end`, with the error that is being handled, if any. Further calls do nothing."""
         if self._writable:
-            self.write("end")
+            error = sys.exc_info()[1]
+            self.write("end", error=None if error is None else f"{type(error).__name__}: {error}"[:_MOST_OF_AN_ERROR])
             self.flush()
             self._writable = False
 

@@ -57,7 +57,9 @@ def watch_frame(view: WatchView, name: str, now: float, width: int, *, ascii_onl
 
 def _header(view: WatchView, name: str, now: float, width: int, ascii_only: bool) -> Text:
     silent = now - view.last_written
-    if view.ended:
+    if view.error is not None:
+        state, colour = f"ended with {view.error.split(':')[0]}", "red"
+    elif view.ended:
         state, colour = "finished", "green"
     elif view.starting:
         state, colour = f"starting for {_duration(max(0.0, silent))}, no step yet", "green"
@@ -183,6 +185,8 @@ def _verdict(view: WatchView) -> Text:
 
 
 def _warnings(view: WatchView, width: int, ascii_only: bool) -> list[Text]:
+    if view.error is not None:
+        return [Text(""), Text(" ".join(view.error.split()), "red")]
     if not view.warnings:
         return []
     count = f"1 of {len(view.warnings)} warnings" if len(view.warnings) > 1 else "warning"

@@ -45,6 +45,7 @@ class WatchView:
         step_seconds: time from one optimizer step to the next.
         starting: no optimizer step has been done yet since training began, or was resumed.
         ended: training has stopped.
+        error: what ended the run, if it was an error.
         last_written: time of the last line, since 1970.
         rewards: the mean reward at each logging step.
         staleness: share of the trained tokens by their staleness.
@@ -63,6 +64,7 @@ class WatchView:
     step_seconds: float | None
     starting: bool
     ended: bool
+    error: str | None
     last_written: float
     rewards: list[float]
     staleness: dict[int, float]
@@ -96,6 +98,7 @@ def watch_view(lines: Lines) -> WatchView | None:
         step_seconds=(steps[-1]["ended"] - steps[0]["ended"]) / (len(steps) - 1) if len(steps) > 1 else None,
         starting=not steps,
         ended=lines[-1]["kind"] == "end",
+        error=lines[-1].get("error") if lines[-1]["kind"] == "end" else None,
         last_written=max(line.get("time") or line.get("ended") or 0.0 for line in lines[-3:]),
         rewards=[log["reward"] for log in logs if log.get("reward") is not None],
         staleness=_staleness([line["logged"] or {} for line in kinds["log"]]),

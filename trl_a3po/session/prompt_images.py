@@ -109,10 +109,10 @@ def opened_image(image: Any) -> "Image":
     Raises:
         UnreadableImage: it is none of these, or cannot be read.
     """
-    from PIL import Image  # which a run without images does not need
+    from PIL import Image, UnidentifiedImageError  # which a run without images does not need
 
     if isinstance(image, Image.Image):
-        return image
+        return _of_some_size(image)
     source = image
     if isinstance(image, Mapping):
         source = io.BytesIO(image["bytes"]) if image.get("bytes") is not None else image.get("path")
@@ -131,8 +131,16 @@ def opened_image(image: Any) -> "Image":
         opened.load()
     except (OSError, SyntaxError, ValueError) as error:
         where = "its bytes" if isinstance(source, io.BytesIO) else repr(source)
-        raise UnreadableImage(f"An image cannot be read from {where}: repair or remove the row. {error}") from error
-    return opened
+        # PIL's own words hold the address of the bytes, which differs from run to run.
+        why = "It has no format that PIL knows." if isinstance(error, UnidentifiedImageError) else str(error)
+        raise UnreadableImage(f"An image cannot be read from {where}: repair or remove it. {why}") from error
+    return _of_some_size(opened)
+
+
+def _of_some_size(image: "Image") -> "Image":
+    if 0 in image.size:
+        raise UnreadableImage("An image is {} × {} pixels large, so it shows nothing.".format(*image.size))
+    return image
 
 
 def _opened(message: Mapping[str, Any]) -> dict[str, Any]:
