@@ -3,11 +3,13 @@ again, with the same model."""
 
 import contextlib
 import copy
+import gc
 import json
 import pickle
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,18 @@ def test_a_model_can_be_trained_again(model_path, tmp_path, again):
     trainer = build(model, tmp_path, max_steps=2, processing_class=tiny_tokenizer())
     trainer.train()
     assert trainer.state.global_step == 2 and trainer._training_forward.refusal is None
+
+
+def test_what_a_training_has_put_around_the_model_is_not_kept(model_path, tmp_path):
+    """Such as DDP's wrapper, which holds as much as the gradients, and which the next training makes anew."""
+    trainer = build(model_path, tmp_path)
+    wrapper = torch.nn.Sequential(trainer.model)
+    seen = weakref.ref(wrapper)
+    trainer._training_forward._inner(wrapper)
+    trainer._training_forward.release()
+    del wrapper
+    gc.collect()
+    assert seen() is None
 
 
 def test_a_model_of_a_run_that_was_killed_can_be_trained(model_path, tmp_path):

@@ -63,10 +63,8 @@ class TrainingForward:
         self.refusal = self._refusal(models)
         self._tokens_padded = self._tokens_run = 0  # of the last call
         # accelerate's way to them looks for installed packages each time, which takes milliseconds.
-        self._unwrapped: dict[torch.nn.Module, torch.nn.Module] = {
-            model: accelerator.unwrap_model(model) for model in models
-        }
-        self._bases = [base_model(model) for model in self._unwrapped.values()]
+        self._unwrapped: dict[torch.nn.Module, torch.nn.Module] = {}
+        self._bases = [base_model(self._inner(model)) for model in models]
         # TRL marks the images of tools with them in every family that has no grid.
         takes = all("token_type_ids" in inspect.signature(type(base).forward).parameters for base in self._bases)
         self._not_taken = () if takes else ("token_type_ids",)
@@ -76,6 +74,7 @@ class TrainingForward:
         """Leave the models as they were before the first forward. A later forward prepares them again."""
         for base in self._bases:
             remove_packed_attention(base)
+        self._unwrapped.clear()  # the next training wraps the model anew, and this one's gradients are not kept
 
     @property
     def token_ratio(self) -> float:
