@@ -35,6 +35,7 @@ SHAPES = {  # layers, hidden, intermediate, heads, key-value heads, tied embeddi
     "14b": (40, 5120, 17408, 40, 8, False),
     "32b": (64, 5120, 25600, 64, 8, False),
 }
+NOT_CHECKPOINTED = ("tiny", "small", "0.6b", "1.5b")  # without gradient checkpointing
 COLUMNS = (
     *("step", "wait", "publish", "train", "tokens/s", "engine tokens/s", "trainer idle", "engine blocked", "gathers"),
     "GiB",
@@ -95,7 +96,7 @@ def train(arguments) -> None:
         "max_completion_length": arguments.tokens,
         "max_steps": arguments.steps + WARM,
         "learning_rate": 1e-6,
-        "gradient_checkpointing": arguments.shape not in ("tiny", "small", "0.6b", "1.5b"),
+        "gradient_checkpointing": arguments.shape not in NOT_CHECKPOINTED,
         "use_cpu": cpu and not arm.sharded,
         "ddp_backend": "gloo" if cpu else "nccl",
         "bf16": not cpu,
@@ -235,7 +236,7 @@ def random_model(shape: str, vocab: int, dtype: torch.dtype, zero: bool):
         num_key_value_heads=key_value,
         head_dim=128 if shape != "tiny" else 16,
         tie_word_embeddings=tied,
-        max_position_embeddings=4096,
+        max_position_embeddings=16384,
         eos_token_id=1,
         pad_token_id=0,
         dtype=dtype,

@@ -2,15 +2,19 @@
 
     python recipes/benchmarks/ragged_lengths.py                                      # two GPUs, a 0.6B shape
     python recipes/benchmarks/ragged_lengths.py --arms grpo:1 a3po:1 --lengths equal # one GPU for both
+    python recipes/benchmarks/ragged_lengths.py --tokens 8192 --vocabulary 4096      # long completions
+    python recipes/benchmarks/ragged_lengths.py --shape 8b --arms grpo:lora a3po:lora a3po:lora:recompute
     python recipes/benchmarks/ragged_lengths.py --shape tiny --cpu --arms a3po:transformers --tokens 32
 
 Random weights with a vocabulary of 512 tokens, one of which ends a completion: lengths are geometric, with a mean of
-about 450 tokens, and cut at `--tokens`. With `--lengths equal`, every completion has `--tokens` tokens. The first GPU
-trains and the second one generates, with vLLM; the option `:1` lets both share the first one.
+about 450 tokens, and cut at `--tokens`; a larger `--vocabulary` makes them longer. With `--lengths equal`, every
+completion has `--tokens` tokens. The first GPU trains and the second one generates, with vLLM; the option `:1` lets
+both share the first one.
 
 `grpo` is GRPOTrainer with a vLLM server (`:1`: colocated). `async_grpo` is TRL's AsyncGRPOTrainer with a server; it
 loads FlashAttention 3 from the Hub, and `torch`'s own kernel takes its place here. `a3po` has the options `recompute`
-(the proximal policy by a forward) and `transformers` (the engine). Its `bound` is what no schedule can do better: the
+(the proximal policy by a forward), `sync` (no asynchrony) and `transformers` (the engine). The option `lora` trains a
+rank-16 adapter. Its `bound` is what no schedule can do better: the
 seconds that the engine needs for the tokens of a step at the rate at which it samples, or those of training and
 publishing, if they are more. With `:1` each slows the other down, so there is none.
 
@@ -27,7 +31,7 @@ from many_gpus import SHAPES, random_model, word_tokenizer
 from vllm_publish import WARM, common, grpo_with_vllm, saved, serving
 
 COLUMNS = ("step", "wait", "publish", "publish max", "train", "tokens/s", "length", "trainer idle")
-OPTIONS = {"grpo": {"1"}, "async_grpo": set(), "a3po": {"1", "recompute", "transformers"}}
+OPTIONS = {"grpo": {"1", "lora"}, "async_grpo": set(), "a3po": {"1", "lora", "recompute", "sync", "transformers"}}
 
 
 def parse_arguments():
@@ -40,6 +44,7 @@ def parse_arguments():
     parser.add_argument("--micro_batch", type=int, default=16)
     parser.add_argument("--prompt_tokens", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a completion, at most")
+    parser.add_argument("--vocabulary", type=int, default=512, help="tokens, one of which ends a completion")
     parser.add_argument("--max_staleness", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12, help="measured steps")
     parser.add_argument("--cpu", action="store_true", help="to try the script")
@@ -57,13 +62,19 @@ def parse_arguments():
 
 
 def policy(arguments):
-    tokenizer = word_tokenizer(512)
+    tokenizer = word_tokenizer(arguments.vocabulary)
     dtype = torch.float32 if arguments.cpu else torch.bfloat16
     return tokenizer, random_model(arguments.shape, len(tokenizer), dtype, False)
 
 
 def lengths_of(arguments) -> dict:
     return {"generation_kwargs": {"min_new_tokens": arguments.tokens}} if arguments.lengths == "equal" else {}
+
+
+def adapter(options: set[str]):
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, target_modules="all-linear") if "lora" in options else None
 
 
 def numbers(steps: list[float], waits: list[float], publishes: list[float], tokens: list[float]) -> dict[str, float]:
@@ -91,7 +102,7 @@ def train_a3po(arguments, options: set[str]) -> dict[str, float]:
     args = A3POConfig(
         **common(arguments),
         **lengths_of(arguments),
-        max_staleness=arguments.max_staleness,
+        **({"schedule": "sync"} if "sync" in options else {"max_staleness": arguments.max_staleness}),
         proximal_method="recompute" if "recompute" in options else "loglinear",
         engine=engine,
         engine_device="cpu" if arguments.cpu else "cuda:0" if "1" in options else "cuda:1",
@@ -107,6 +118,7 @@ def train_a3po(arguments, options: set[str]) -> dict[str, float]:
         train_dataset=prompts(arguments.prompt_tokens, len(tokenizer)),
         processing_class=tokenizer,
         callbacks=[step_clock(steps)],
+        peft_config=adapter(options),
     )
 
     def measured() -> dict[str, float]:
@@ -143,7 +155,8 @@ def train_grpo(arguments, options: set[str]) -> dict[str, float]:
         return numbers(*times, tokens) | {"length": mean(lengths[WARM:])}
 
     equal = {"generation_kwargs": {"ignore_eos": True}} if arguments.lengths == "equal" else {}
-    with grpo_with_vllm(arguments, model, tokenizer, "1" in options, **equal) as (trainer, times):
+    how = grpo_with_vllm(arguments, model, tokenizer, "1" in options, adapter(options), **equal)
+    with how as (trainer, times):
         trainer.add_callback(step_notes(arguments, WARM, measured))
         trainer.train()
     return measured()

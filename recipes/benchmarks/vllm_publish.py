@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from arms import add_arguments, end_arm, first_token_reward, mean, prompts, run_arms, step_clock, step_notes
-from many_gpus import SHAPES, random_model, word_tokenizer
+from many_gpus import NOT_CHECKPOINTED, SHAPES, random_model, word_tokenizer
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 COLUMNS = ("step", "wait", "publish", "GB/s", "tokens/s", "engine tokens/s", "trainer idle", "engine blocked")
@@ -66,7 +66,7 @@ def common(arguments) -> dict:
         "max_completion_length": arguments.tokens,
         "max_steps": arguments.steps + WARM,
         "learning_rate": 1e-6,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": arguments.shape not in NOT_CHECKPOINTED,
         "use_cpu": arguments.cpu,
         "bf16": not arguments.cpu,
         "logging_steps": 1,
@@ -174,7 +174,9 @@ def saved(arguments, model, tokenizer) -> Path:
 
 
 @contextmanager
-def grpo_with_vllm(arguments, model, tokenizer, one_gpu: bool, **settings) -> Iterator[tuple[Any, list[list[float]]]]:
+def grpo_with_vllm(
+    arguments, model, tokenizer, one_gpu: bool, peft_config=None, **settings
+) -> Iterator[tuple[Any, list[list[float]]]]:
     """A GRPOTrainer with vLLM, and the seconds of its steps, its generations and its transfers of weights. Wrappers
     around its methods measure the last two."""
     from trl import GRPOConfig, GRPOTrainer
@@ -198,6 +200,7 @@ def grpo_with_vllm(arguments, model, tokenizer, one_gpu: bool, **settings) -> It
             train_dataset=prompts(arguments.prompt_tokens, len(tokenizer)),
             processing_class=tokenizer,
             callbacks=[step_clock(steps)],
+            peft_config=peft_config,
         )
         generation = trainer.vllm_generation
         generation.sync_weights = timed(generation.sync_weights, syncs)
