@@ -13,10 +13,10 @@ both share the first one.
 
 `grpo` is GRPOTrainer with a vLLM server (`:1`: colocated). `async_grpo` is TRL's AsyncGRPOTrainer with a server; it
 loads FlashAttention 3 from the Hub, and `torch`'s own kernel takes its place here. `a3po` has the options `recompute`
-(the proximal policy by a forward), `sync` (no asynchrony) and `transformers` (the engine). The option `lora` trains a
-rank-16 adapter. Its `bound` is what no schedule can do better: the
-seconds that the engine needs for the tokens of a step at the rate at which it samples, or those of training and
-publishing, if they are more. With `:1` each slows the other down, so there is none.
+(the proximal policy by a forward), `sync` (no asynchrony), `transformers` (the engine) and `tp` (vLLM with tensor
+parallelism on the second and third GPU). The option `lora` trains a rank-16 adapter. Its `bound` is what no schedule
+can do better: the seconds that the engine needs for the tokens of a step at the rate at which it samples, or those of
+training and publishing, if they are more. With `:1` each slows the other down, so there is none.
 
 `step`, `wait` (for a batch), `publish` and `train` (the rest) are seconds per optimizer step, those that
 AsyncGRPOTrainer logs for itself; `tokens/s` are trained completion tokens.
@@ -31,7 +31,11 @@ from many_gpus import SHAPES, random_model, word_tokenizer
 from vllm_publish import WARM, common, grpo_with_vllm, saved, serving
 
 COLUMNS = ("step", "wait", "publish", "publish max", "train", "tokens/s", "length", "trainer idle")
-OPTIONS = {"grpo": {"1", "lora"}, "async_grpo": set(), "a3po": {"1", "lora", "recompute", "sync", "transformers"}}
+OPTIONS = {
+    "grpo": {"1", "lora"},
+    "async_grpo": set(),
+    "a3po": {"1", "lora", "recompute", "sync", "tp", "transformers"},
+}
 
 
 def parse_arguments():
@@ -77,6 +81,13 @@ def adapter(options: set[str]):
     return LoraConfig(r=16, target_modules="all-linear") if "lora" in options else None
 
 
+def generating(options: set[str]) -> str | list[str]:
+    """The device, or devices, of the engine."""
+    if "tp" in options:
+        return ["cuda:1", "cuda:2"]
+    return "cuda:0" if "1" in options else "cuda:1"
+
+
 def numbers(steps: list[float], waits: list[float], publishes: list[float], tokens: list[float]) -> dict[str, float]:
     """Of the measured steps, from the seconds and trained tokens of each step."""
     steps, waits, publishes, tokens = (values[WARM:] for values in (steps, waits, publishes, tokens))
@@ -105,11 +116,12 @@ def train_a3po(arguments, options: set[str]) -> dict[str, float]:
         **({"schedule": "sync"} if "sync" in options else {"max_staleness": arguments.max_staleness}),
         proximal_method="recompute" if "recompute" in options else "loglinear",
         engine=engine,
-        engine_device="cpu" if arguments.cpu else "cuda:0" if "1" in options else "cuda:1",
+        engine_device="cpu" if arguments.cpu else generating(options),
         engine_dtype="float32" if arguments.cpu else "bfloat16",
         engine_max_prompt_tokens=2 * arguments.prompt_tokens,  # some words are two tokens
         log_all_metrics=True,
         **({"vllm_python": arguments.vllm_python, "vllm_gpu_memory_utilization": 0.4} if engine == "vllm" else {}),
+        **({"vllm_tensor_parallel_size": 2} if "tp" in options else {}),
     )
     trainer = A3POTrainer(
         model,

@@ -4,12 +4,12 @@
     python recipes/benchmarks/vllm_engine.py --shape tiny --counts 4 8 --tokens 24 --cpu --vllm_python PYTHON
 
 Random weights of the shape, prompts of random tokens, completions of equal length, each arm in a process of its own:
-`offline` is `LLM.generate`, with and without log-probs, and `worker` is `engine="vllm"`. Both get all prompts at once,
-for each of `--counts` sequences, after a round to warm up. `worker` then publishes weights with `--in_flight`
-sequences in flight: `publish` is what the trainer waits, `loaded` what passes until the worker has the weights. `gap`
-is the mean distance of log-probs to those of a forward in the trainer's process under the weights that a token is
-stamped with, and `other` that under the weights of another version. It is measured before the publishes, and for
-rollouts that began after them.
+`offline` is `LLM.generate`, with and without log-probs, `worker` is `engine="vllm"`, and `server` the same with a vLLM
+server on this machine. All get every prompt at once, for each of `--counts` sequences, after a round to warm up.
+`worker` and `server` then publish weights with `--in_flight` sequences in flight: `publish` is what the trainer waits,
+`loaded` what passes until the worker has the weights. `gap` is the mean distance of log-probs to those of a forward in
+the trainer's process under the weights that a token is stamped with, and `other` that under the weights of another
+version. It is measured before the publishes, and for rollouts that began after them.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 
@@ -39,7 +40,7 @@ def parse_arguments():
     parser.add_argument("--in_flight", type=int, default=240)
     parser.add_argument("--cpu", action="store_true", help="to try the script")
     parser.add_argument("--vllm_python", default=sys.executable)
-    parser.add_argument("--arms", nargs="+", default=["worker", "offline"])
+    parser.add_argument("--arms", nargs="+", default=["worker", "server", "offline"])
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds an arm may take")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -98,23 +99,61 @@ def offline(arguments) -> None:
 
 def worker(arguments) -> None:
     from trl_a3po.engines.vllm.process.vllm_engine import VLLMEngine
-    from trl_a3po.protocol.engine import GroupRequest, SamplingSettings
 
-    device = "cpu" if arguments.cpu else "cuda:0"
-    models = [random_model(arguments, seed).to(device) for seed in range(2)]
     engine = VLLMEngine(
         slots=max(arguments.counts),
         python=arguments.vllm_python,
-        device=device,
+        device=device_of(arguments),
         context=context_of(arguments),
         gpu_memory=0.6,
         threads=1 if arguments.cpu else None,
         start_timeout=arguments.timeout,
     )
+    measure(arguments, engine, is_loading=lambda: engine._supervisor._loading)
+
+
+def server(arguments) -> None:
+    """A server started as the documentation says, which reads weights from a folder in memory."""
+    from many_gpus import word_tokenizer
+    from torch.distributed.elastic.utils.distributed import get_free_port
+    from vllm_server import VLLMServer
+
+    from trl_a3po.engines.vllm.servers.startup import ServerRequirements
+    from trl_a3po.engines.vllm.servers.vllm_servers import VLLMServers
+
+    folder, context = Path(arguments.folder), context_of(arguments)
+    word_tokenizer(SHAPES[arguments.shape]["vocab_size"]).save_pretrained(folder)
+    requirements = ServerRequirements(
+        str(folder),
+        "float32" if arguments.cpu else "bfloat16",
+        context,
+        context,
+        ("processed_logprobs",),
+        counts_tokens=True,
+        options={"--max-num-seqs": str(max(arguments.counts))}
+        | ({} if arguments.cpu else {"--gpu-memory-utilization": "0.6"}),
+    )
+    device = torch.device(device_of(arguments))
+    log, threads = folder / "server.log", 1 if arguments.cpu else None
+    began = time.perf_counter()
+    serving = VLLMServer(arguments.vllm_python, requirements, device, log, port=get_free_port(), threads=threads)
+    try:
+        serving.wait_until_ready(arguments.timeout)
+        say(arm="server", ready=time.perf_counter() - began)
+        measure(arguments, VLLMServers([serving.server.url], folder=folder / "weights"))
+    finally:
+        serving.stop()
+
+
+def measure(arguments, engine, is_loading=lambda: False) -> None:
+    from trl_a3po.protocol.engine import GroupRequest, SamplingSettings
+
+    models = [random_model(arguments, seed).to(device_of(arguments)) for seed in range(2)]
+    models[0].config._name_or_path = arguments.folder  # by which a server is recognised
     began, numbers = time.perf_counter(), iter(range(10**9))
     try:
         engine.start(spec_of(models[0]), SamplingSettings(arguments.tokens), update_of(models[0], 0))
-        say(arm="worker", start=time.perf_counter() - began)
+        say(arm=arguments.arm, start=time.perf_counter() - began)
         for count in arguments.counts:
             for salt in (1, 2):
                 requests = [GroupRequest(next(numbers), 0, tuple(ids), 1) for ids in prompts(arguments, count, salt)]
@@ -123,27 +162,34 @@ def worker(arguments) -> None:
                 finished = wait_for(engine, count)
                 took = time.perf_counter() - began
             tokens = sum(len(event.rollouts[0].token_ids) for event in finished.values())
-            say(arm="worker", sequences=count, tokens_per_second=tokens / took)
+            say(arm=arguments.arm, sequences=count, tokens_per_second=tokens / took)
         before = engine.stats().tokens
         batch = {next(numbers): tuple(ids) for ids in prompts(arguments, arguments.in_flight, 3)}
         engine.submit([GroupRequest(number, 0, ids, 1) for number, ids in batch.items()])
-        while engine.stats().tokens < before + arguments.in_flight * arguments.tokens // 4:
-            time.sleep(0.01)
+        if arguments.arm == "worker":  # a server says how many there are when it is asked, at a publish
+            while engine.stats().tokens < before + arguments.in_flight * arguments.tokens // 4:
+                time.sleep(0.01)
+        else:
+            time.sleep(0.25 * took)
         for version, model in ((1, models[1]), (2, models[0]), (3, models[1])):
             began = time.perf_counter()
             engine.publish(update_of(model, version))
             took = time.perf_counter() - began
-            while engine._supervisor._loading:
+            while is_loading():
                 time.sleep(0.0005)
-            loaded = time.perf_counter() - began
-            say(arm="worker", version=version, publish=took, loaded=loaded, active=engine.stats().active_rollouts)
+            loaded, active = time.perf_counter() - began, engine.stats().active_rollouts
+            say(arm=arguments.arm, version=version, publish=took, loaded=loaded, active=active)
         finished = wait_for(engine, arguments.in_flight)
-        compare(models, batch, finished, version=0)
+        compare(arguments, models, batch, finished, version=0)
         batch = {next(numbers): tuple(ids) for ids in prompts(arguments, min(16, arguments.in_flight), 4)}
         engine.submit([GroupRequest(number, 0, ids, 1) for number, ids in batch.items()])
-        compare(models, batch, wait_for(engine, len(batch)), version=3)
+        compare(arguments, models, batch, wait_for(engine, len(batch)), version=3)
     finally:
         engine.close()
+
+
+def device_of(arguments) -> str:
+    return "cpu" if arguments.cpu else "cuda:0"
 
 
 def wait_for(engine, count: int) -> dict:
@@ -155,7 +201,7 @@ def wait_for(engine, count: int) -> dict:
 
 
 @torch.no_grad()
-def compare(models, batch, finished, version: int) -> None:
+def compare(arguments, models, batch, finished, version: int) -> None:
     """Says how far the tokens of a version are from a forward of its model, and of the other model."""
     gaps: list[list[float]] = [[], []]
     for number, ids in list(batch.items())[:16]:
@@ -168,7 +214,7 @@ def compare(models, batch, finished, version: int) -> None:
             of_version = zip(rollout.versions, rollout.logps, clean, strict=True)
             gaps[which] += [abs(logp - expected) for stamp, logp, expected in of_version if stamp == version]
     own, other = (sum(some) / max(1, len(some)) for some in gaps)
-    say(arm="worker", version=version, tokens=len(gaps[0]), gap=own, other=other)
+    say(arm=arguments.arm, version=version, tokens=len(gaps[0]), gap=own, other=other)
 
 
 def random_model(arguments, seed: int):
@@ -195,7 +241,7 @@ def update_of(model, version: int):
 def main() -> None:
     arguments = parse_arguments()
     if arguments.arm:
-        {"offline": offline, "worker": worker}[arguments.arm](arguments)
+        {"offline": offline, "server": server, "worker": worker}[arguments.arm](arguments)
         return
     with tempfile.TemporaryDirectory() as folder:
         random_model(arguments, 0).save_pretrained(folder)

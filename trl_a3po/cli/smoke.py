@@ -33,6 +33,7 @@ SMALL = {
     "report_to": "none",
     "save_strategy": "no",
     "eval_strategy": "no",
+    "eval_on_start": False,
     "log_completions": "false",
     "reward_workers": 1,
 }
