@@ -29,7 +29,7 @@ def sums() -> DatasetDict:
 
 
 def number(completions: list, solution: list[str], **kwargs) -> list[float]:
-    """1 for the number; where it is part of a longer text, its share of the characters. Completions are text or chats."""
+    """1 for the number; where it is part of a longer text, its share of the characters. Takes texts and chats."""
     texts = [said if isinstance(said, str) else said[-1]["content"] for said in completions]
     return [_score(said.strip().replace(",", ""), right) for said, right in zip(texts, solution, strict=True)]
 
