@@ -2,16 +2,19 @@
 processes.
 
 Guarantees: an arm that fails or times out does not affect the others; its report holds the steps measured before that,
-marked as cut; after every arm the numbers so far are in the JSON file. A benchmark parses its arguments with
+marked as cut; after every arm the numbers so far are in the JSON file, and beside it, in `NAME.timelines.tar.gz`, the
+timeline of each arm that has written one, for `trl-a3po plan --run ARM`. A benchmark parses its arguments with
 `add_arguments`. Where `arguments.arm` is set, the process trains, with `step_notes` among the callbacks, and passes
 its results to `end_arm`; otherwise it calls `run_arms`.
 """
 
 import argparse
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +23,7 @@ from pathlib import Path
 import torch
 
 RESULT, NOTES, OUTPUT = "result.json", "notes.json", "output.txt"  # in the folder of an arm
+TIMELINE = "timeline.jsonl"  # in the output_dir of a run
 _OUTPUT_SHOWN = 4000  # characters of the output of an arm
 _END_TIMEOUT = 60.0  # seconds; the launcher needs 30 to kill processes that ignore its signal
 
@@ -50,11 +54,14 @@ def run_arms(
         are.
     """
     results: dict[str, dict[str, float | str]] = {}
+    timelines: dict[str, bytes] = {}
     for arm in arguments.arms:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=folders, ignore_cleanup_errors=True) as folder:
             why = _launch(arm, arguments.timeout, processes(arm), environment(arm, Path(folder)), Path(folder))
             results[arm] = _read(Path(folder) / (NOTES if why else RESULT))
+            for timeline in Path(folder).rglob(TIMELINE):
+                timelines[arm] = timeline.read_bytes()
         took, head = time.perf_counter() - began, f"{arguments.shape} {arm}"
         if results[arm]:
             numbers = "  ".join(f"{name} {results[arm][name]:.3g}" for name in columns)
@@ -64,6 +71,7 @@ def run_arms(
             results[arm]["cut"] = why
             print(f"{head} ({took:.0f} s) {why}", flush=True)
         Path(arguments.json).write_text(json.dumps({"arguments": vars(arguments), "arms": results}, indent=1))
+        _pack(timelines, Path(arguments.json).with_suffix(".timelines.tar.gz"))
 
 
 def _launch(arm: str, timeout: float, processes: int, environment: Mapping[str, str], folder: Path) -> str | None:
@@ -95,6 +103,15 @@ def _end(launcher: subprocess.Popen) -> None:
     except subprocess.TimeoutExpired:
         launcher.kill()
         launcher.wait()
+
+
+def _pack(timelines: Mapping[str, bytes], file: Path) -> None:
+    """Write the timeline of each arm as `ARM/timeline.jsonl`, where that is an `output_dir` for whatever reads one."""
+    with tarfile.open(file, "w:gz") as archive:
+        for arm, timeline in timelines.items():
+            member = tarfile.TarInfo(f"{arm}/{TIMELINE}")
+            member.size = len(timeline)
+            archive.addfile(member, io.BytesIO(timeline))
 
 
 def _read(file: Path) -> dict[str, float | str]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.long
 BENCHMARKS = Path(__file__).parents[2] / "recipes" / "benchmarks"
 SCRIPT = """
-import argparse, os, time
+import argparse, os, pathlib, time
 from arms import add_arguments, end_arm, run_arms, step_notes
 from transformers import TrainerState
 
@@ -20,6 +21,10 @@ parser = argparse.ArgumentParser()
 add_arguments(parser, arms=["hangs", "breaks", "never", "whole"], timeout=20.0, json="numbers.json")
 arguments = parser.parse_args()
 arguments.shape = "no"
+if arguments.arm in ("whole", "breaks"):
+    run = pathlib.Path(arguments.folder) / "run"
+    run.mkdir()
+    (run / "timeline.jsonl").write_text(f"of {arguments.arm}")
 if arguments.arm == "whole":
     end_arm(arguments, {"step": 0.25, "steps": 8})
 if arguments.arm:
@@ -87,3 +92,10 @@ def test_one_that_raises_after_some_steps_is_not_taken_for_a_whole_one(run):
 def test_steps_that_are_not_measured_leave_no_numbers(run):
     folder, _ = run
     assert numbers(folder, "never").keys() == {"cut"}
+
+
+def test_the_timelines_of_the_arms_are_kept_beside_the_numbers(run):
+    folder, _ = run
+    with tarfile.open(folder / "numbers.timelines.tar.gz") as archive:
+        kept = {member.name: archive.extractfile(member).read() for member in archive}
+    assert kept == {"breaks/timeline.jsonl": b"of breaks", "whole/timeline.jsonl": b"of whole"}
