@@ -11,7 +11,8 @@ every token at exactly the staleness that a run is named for, so runs of a seed 
 only. At staleness 0 all anchors are the same, and one run stands for them. Every step is in the file of its run as
 soon as it is done; `results.jsonl`, in the same folder, has all runs and is what the tables and figures are made from.
 
-First, each GPU has a run of GRPOTrainer and of A3POTrainer to itself, to compare their seconds.
+First, each GPU has a run of GRPOTrainer and of A3POTrainer to itself, to compare their seconds. On a CPU,
+`--clock_seeds` asks for such runs, and every optimizer step is printed.
 """
 
 import argparse
@@ -38,7 +39,9 @@ def parse_arguments():
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--clock_seeds", type=int, nargs="*", default=[0, 1], help="of the runs with their own GPU")
+    parser.add_argument(
+        "--clock_seeds", type=int, nargs="*", help="of runs that are alone; 0 and 1 with --gpus, else none"
+    )
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps of a run")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="of a step")
     parser.add_argument("--generations", type=int, default=GENERATIONS, help="completions of a prompt")
@@ -52,7 +55,10 @@ def parse_arguments():
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds, after which every run is stopped")
     parser.add_argument("--figure", action="store_true", help="train nothing")
     parser.add_argument("--output", default="outputs/learning_study")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.clock_seeds is None:
+        arguments.clock_seeds = [0, 1] if arguments.gpus else []
+    return arguments
 
 
 def clock_runs(arguments) -> list[Run]:

@@ -13,6 +13,10 @@ Other models, other schedules:
     python recipes/quickstart.py --packed_forward off                   # padded, as in TRL: compare the time of a step
     python recipes/quickstart.py --engine vllm                          # vLLM, in a process of the trainer
     python recipes/quickstart.py --engine vllm --vllm_server_urls http://localhost:8000
+
+A run that was stopped goes on, and a finished one trains longer:
+
+    python recipes/quickstart.py --steps 60 --resume                    # from the newest checkpoint in --output_dir
 """
 
 import argparse
@@ -34,6 +38,7 @@ from trl_a3po.report.plot_run import plot_run
 
 PROMPTS, GENERATIONS = 4, 8  # a batch: 32 completions
 HELD_OUT = 64  # sums that are never trained on
+SAVE_STEPS = 10  # Ctrl-C and SIGTERM save too
 
 
 class RewardBar(ProgressCallback):
@@ -61,6 +66,7 @@ def parse_arguments():
     parser.add_argument("--vllm_server_urls", nargs="+", help="running servers; by default a process of its own")
     parser.add_argument("--vllm_python", help="interpreter of an environment with vLLM; by default this one")
     parser.add_argument("--output_dir", default="outputs/quickstart")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output_dir")
     return parser.parse_args()
 
 
@@ -162,7 +168,8 @@ def main():
         gradient_checkpointing=False,  # short sequences: memory is no concern, time is
         # the rest
         logging_steps=1,
-        save_strategy="no",
+        save_steps=SAVE_STEPS,
+        save_total_limit=1,
         report_to="none",
         seed=arguments.seed,
     )
@@ -180,8 +187,8 @@ def main():
 
     before = greedy_answers(trainer.model, tokenizer, held_out)
     started = time.perf_counter()
-    trainer.train()
-    console.print(f"{arguments.steps} optimizer steps in {time.perf_counter() - started:.0f} s")
+    trainer.train(resume_from_checkpoint=arguments.resume or None)
+    console.print(f"trained to optimizer step {trainer.state.global_step} in {time.perf_counter() - started:.0f} s")
     show(console, held_out, before, greedy_answers(trainer.model, tokenizer, held_out))
 
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]

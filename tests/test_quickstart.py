@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from trl_a3po.cli.smoke import save_smoke_model
+
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.py"
 
 
@@ -33,6 +35,17 @@ def test_the_quickstart_trains_the_real_model_and_shows_it(tmp_path):
     assert len(steps) == 4 and max(entry["a3po/staleness/max"] for entry in steps) == 2
     assert (tmp_path / "run.png").stat().st_size > 10_000
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.long
+def test_a_finished_run_goes_on_from_its_newest_checkpoint(tmp_path):
+    save_smoke_model(tmp_path / "model")
+    options = ["--model", str(tmp_path / "model"), "--learning_rate", "1e-3", "--steps"]
+    run_quickstart(tmp_path, *options, "2")
+    assert "trained to optimizer step 3" in run_quickstart(tmp_path, *options, "3", "--resume")
+    history = json.loads((tmp_path / "log_history.json").read_text())
+    assert [entry["step"] for entry in history if "reward" in entry] == [1, 2, 3]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
 
 
 @pytest.mark.slow

@@ -96,10 +96,11 @@ class Settings:
 
 
 class StepLog(TrainerCallback):
-    """Appends the metrics of each step to the file. Seconds count from the beginning of the first step."""
+    """Appends the metrics of each step to the file, and says its reward. Seconds count from the beginning of the first
+    step."""
 
-    def __init__(self, file: TextIO):
-        self.file, self.began = file, 0.0
+    def __init__(self, file: TextIO, name: str):
+        self.file, self.name, self.began = file, name, 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.began = time.perf_counter()
@@ -109,6 +110,8 @@ class StepLog(TrainerCallback):
             return
         seconds = round(time.perf_counter() - self.began, 3)
         write_line(self.file, {"step": state.global_step, "seconds": seconds, **kept(logs)})
+        step = f"step {state.global_step} of {state.max_steps}"
+        say(f"{self.name}: {step}, {seconds:.0f} s, reward {logs['reward']:.2f}")
 
 
 def kept(logs: Mapping[str, float]) -> dict[str, float]:
@@ -121,6 +124,12 @@ def write_line(file: TextIO, line: dict[str, Any]) -> None:
     file.flush()
 
 
+def say(line: str) -> None:
+    """Print `line` on a CPU. On GPUs many runs train at the same time, and how many are finished is printed."""
+    if not torch.accelerator.is_available():
+        print(line, flush=True)
+
+
 def train(run: Run, settings: Settings) -> None:
     """Train `run`, and write its file into the folder `runs` of the output."""
     folder = Path(settings.output) / "runs"
@@ -128,13 +137,15 @@ def train(run: Run, settings: Settings) -> None:
     began = time.perf_counter()
     with (folder / f"{run.name}.jsonl").open("w") as file:
         write_line(file, {"run": asdict(run), "steps": settings.steps})
+        say(f"{run.name}: loads the model, and answers the held-out questions")
         trainer, tokenizer = build(run, settings)
         before = held_out_reward(trainer.model, tokenizer, run.task)
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(StepLog(file))
+        trainer.add_callback(StepLog(file, run.name))
         trainer.train()
         after = held_out_reward(trainer.model, tokenizer, run.task)
         seconds = round(time.perf_counter() - began, 1)
+        say(f"{run.name}: finished in {seconds:.0f} s; held-out reward {before:.2f}, after training {after:.2f}")
         write_line(file, {"done": True, "held_out_before": before, "held_out": after, "total_seconds": seconds})
 
 

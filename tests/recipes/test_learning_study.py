@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -65,6 +66,14 @@ def test_every_cell_of_the_first_task_has_a_run_before_any_has_two():
         *[("sums", 0)] * 3, *[("sums", 1)] * 3, *[("spelling", 0)] * 3, *[("spelling", 1)] * 3
     ]  # fmt: skip
     assert [(run.staleness, run.method) for run in runs[:3]] == [(0, "behavior"), (2, "behavior"), (2, "loglinear")]
+
+
+@pytest.mark.parametrize(("given", "seeds"), [("", []), ("--gpus 0 1", [0, 1]), ("--clock_seeds 3", [3])])
+def test_a_cpu_has_clock_runs_only_if_they_are_asked_for(given, seeds, monkeypatch):
+    from learning_study import clock_runs, parse_arguments
+
+    monkeypatch.setattr(sys, "argv", ["learning_study.py", *given.split()])
+    assert [run.seed for run in clock_runs(parse_arguments())] == [seed for seed in seeds for _ in range(2)]
 
 
 def test_every_run_has_a_file_of_its_own():
@@ -254,6 +263,8 @@ def test_the_study_trains_reports_and_goes_on(tmp_path):
         return done.stdout
 
     printed = study("--clock_seeds", "0")
+    rewards = re.findall(r"^spelling-loglinear-d2-s0-lr\S+: step (\d) of 6, \d+ s, reward \d\.\d\d$", printed, re.M)
+    assert rewards == list("123456")
     files = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "runs").iterdir()}
     assert len(files) == 4 and (tmp_path / "out" / "report.txt").read_text() in printed
     results = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
