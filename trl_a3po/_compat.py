@@ -45,6 +45,7 @@ HOOKS = {
 # The same for methods of the transformers Trainer.
 TRAINER_HOOKS = {
     "_get_dataloader": ("self", "dataset", "description", "batch_size", "sampler_fn"),
+    "_prepare_for_training": ("self", "max_steps", "train_dataloader", "resume_from_checkpoint"),
     "_run_epoch": ("self", "model", "epoch", "train_dataloader"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "evaluation_loop": ("self", "dataloader", "description"),

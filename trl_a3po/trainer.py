@@ -85,8 +85,9 @@ from trl_a3po.distributed.team import Team
 from trl_a3po.episodes.episode import RolloutFunction
 from trl_a3po.errors import Terminated
 from trl_a3po.forward.training import TrainingForward
+from trl_a3po.models.fsdp_groups import groups_complete
 from trl_a3po.models.mode import mode_of_this_thread
-from trl_a3po.models.sharded import keep_output_dtypes
+from trl_a3po.models.sharded import keep_output_dtypes, load_as_launched, load_in_every_process
 from trl_a3po.objectives.inputs import per_token
 from trl_a3po.planning.earlier_run import forecast_from_earlier_run
 from trl_a3po.protocol.records import Group
@@ -245,13 +246,22 @@ class A3POTrainer(ReplayHooks, GRPOTrainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
-        check_sharding(plugin)
-        keep_output_dtypes(plugin)
+        check_sharding(self._fsdp_plugin)
+        keep_output_dtypes(self._fsdp_plugin)
+        load_in_every_process(self._fsdp_plugin)  # TRL loads the reference model next
+
+    @property
+    def _fsdp_plugin(self) -> Any | None:
+        return self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        with groups_complete():
+            return super()._prepare_for_training(*args, **kwargs)
 
     def _complete(self, on_group: OnGroup | None) -> None:
         """Check what TRL has built, and build the rest. The engine starts with training."""
         args = self.args
+        load_as_launched(self._fsdp_plugin)
         add_recorded_reward(self)
         remove_close_from_tools(self)
         check_parallelism(self.get_tp_size(), self.get_cp_size(), self.get_sp_size())

@@ -1,8 +1,8 @@
 """The runs that are held against each other: in one process, and in two with whatever spreads the training.
 
 `torchrun … -m tests.distributed.runs FOLDER MODE [RUN …]`: the runs of `RUNS` in turn, with the tiny model in
-`FOLDER/model` and the stub engine, so that completions do not depend on the number of processes. What each of them
-trained is saved in `FOLDER/MODE/<run>`, with what it logged beside it.
+`FOLDER/model`, or that with tied embeddings in `FOLDER/tied`, and the stub engine, so that completions do not depend
+on the number of processes. What each of them trained is saved in `FOLDER/MODE/<run>`, with what it logged beside it.
 """
 
 import gc
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, gather_object
+from packaging.version import Version
 from peft import LoraConfig
 
 from tests.episodes.chat import call, chat_model, chat_tokenizer, questions, results_in, said
@@ -22,6 +23,7 @@ from tests.runs import LENGTH, reward
 from tests.tiny import VOCAB, tiny_prompts
 from tests.vision import FAMILIES
 from trl_a3po import A3POConfig, A3POTrainer
+from trl_a3po.models import fsdp_groups
 from trl_a3po.publish import partitioned
 from trl_a3po.testing import StubEngine, scripted_completion
 
@@ -33,6 +35,8 @@ RUNS = {
     "merged": {"lora": True, "lora_sync": "merged", "delivery_check_steps": 1},
     "grpo-kl": {"lora": True, "loss_type": "grpo", "beta": 0.04},
     "reference": {"beta": 0.04},
+    "tied": {"tied": True, "beta": 0.04, "proximal_method": "recompute", "delivery_check_steps": 1},
+    "tied-lora": {"tied": True, "lora": True, "proximal_method": "recompute", "delivery_check_steps": 1},
     "cut-groups": {"num_generations": 16},
     "sequence": {"importance_sampling_level": "sequence", "loss_type": "dr_grpo"},
     "shared-prompt": {"packed_forward": "on", "shared_prompt": "on"},
@@ -57,6 +61,7 @@ MODES = {
     "zero2": {"ddp_backend": "gloo"},
     "zero3": {"ddp_backend": "gloo"},
     "fsdp2": {"ddp_backend": "gloo"},
+    "fsdp2-older": {"ddp_backend": "gloo"},  # with layers grouped as for torch before 2.13, whichever it is
     "fsdp2-bf16": {"ddp_backend": "gloo"},
     "fsdp2-hybrid": {"ddp_backend": "gloo"},  # two copies of the model, each sharded over half of the processes
     "fsdp2-gpu": {"delivery_check_steps": 1},  # by `accelerate launch`, on GPUs
@@ -99,6 +104,8 @@ def use(folder: Path, mode: str) -> None:
             FSDP_CPU_RAM_EFFICIENT_LOADING=str(not full).lower(),
             ACCELERATE_MIXED_PRECISION="bf16" if mode.endswith("bf16") else "no",
         )
+    if mode == "fsdp2-older":
+        fsdp_groups.COMPLETES_GROUPS = Version("1000")
     if mode == "fsdp2-hybrid":
         os.environ |= {
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
@@ -161,7 +168,7 @@ def play(prompt_ids, number: int) -> list[int]:
     return said(f"turn {done}" + call("step", k=done + number)) if done < number else said(f"end {number}")
 
 
-def arguments(folder: Path, lora: bool, episodes: bool, images: bool, evaluates: bool) -> dict:
+def arguments(folder: Path, lora: bool, tied: bool, episodes: bool, images: bool, evaluates: bool) -> dict:
     """What a trainer is given beside its configuration."""
     if episodes:
         environment = {"environment_factory": Steps, "reward_funcs": None}
@@ -176,7 +183,7 @@ def arguments(folder: Path, lora: bool, episodes: bool, images: bool, evaluates:
             "train_dataset": pictured.with_pictures([1, 2, 1, 3, 1, 1, 2, 1] * 2),
         }
     return {
-        "model": str(folder / "model"),
+        "model": str(folder / ("tied" if tied else "model")),
         "reward_funcs": reward,
         "train_dataset": tiny_prompts(),
         "eval_dataset": tiny_prompts(8) if evaluates else None,
@@ -190,6 +197,7 @@ def build(
     processes: int,
     *,
     lora: bool = False,
+    tied: bool = False,
     episodes: bool = False,
     images: bool = False,
     **settings,
@@ -223,7 +231,7 @@ def build(
         },
     )
     torch.manual_seed(3)  # an adapter's initialisation
-    return A3POTrainer(args=args, **arguments(folder, lora, episodes, images, "eval_strategy" in settings))
+    return A3POTrainer(args=args, **arguments(folder, lora, tied, episodes, images, "eval_strategy" in settings))
 
 
 def gathers_after_preparing(trainer: A3POTrainer) -> list[None]:

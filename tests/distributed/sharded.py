@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from torch.distributed import fsdp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -16,6 +17,7 @@ from tests.distributed.runs import leave
 from tests.tiny import tiny_config
 from trl_a3po import A3POConfig
 from trl_a3po.distributed.team import Team
+from trl_a3po.models.fsdp_groups import groups_complete
 from trl_a3po.models.unwrap import base_model
 from trl_a3po.publish import partitioned
 from trl_a3po.publish.adapter_or_merged import published_sources, published_spec
@@ -49,14 +51,15 @@ def build(lora: dict[str, Any] | None = None, lora_sync: str = "adapter", **conf
 
 
 def shard(model: torch.nn.Module) -> None:
-    """As accelerate does: each layer, the output layer with the norm before it, and what is left."""
+    """As accelerate does in a training: each layer, the output layer with the norm before it, and what is left."""
     policy, base = MixedPrecisionPolicy(param_dtype=torch.bfloat16), base_model(model)
     for layer in base.model.layers:
         fully_shard(layer, mp_policy=policy)
     tail = [base.model.norm, base.lm_head]
     if base.lm_head.weight is base.model.embed_tokens.weight:
         tail.append(base.model.embed_tokens)
-    fully_shard(tail, mp_policy=policy, reshard_after_forward=False)
+    with groups_complete():
+        fsdp.fully_shard(tail, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mp_policy=policy)
 
 

@@ -4,14 +4,21 @@
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch.distributed import fsdp
+from transformers import AutoModelForCausalLM
 
 from tests.distributed import sharded
 from tests.distributed.launch import launch
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_model, tiny_config
+from trl_a3po.models.fsdp_groups import groups_complete
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -66,8 +73,55 @@ def test_an_engine_is_built_from_the_plain_class(published):
     assert {found["class"] for found in published.values()} == {"LlamaForCausalLM"}
 
 
+def groups(monkeypatch, model, torch_version):
+    """The names of the layers of `model` that accelerate has FSDP2 shard, one list for each call."""
+    names, sharded = {module: name for name, module in model.named_modules()}, []
+
+    def fully_shard(module, **options):
+        sharded.append([names[m] for m in (module if isinstance(module, list) else [module])])
+
+    monkeypatch.setattr(fsdp, "fully_shard", fully_shard)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    with groups_complete(torch_version):
+        fsdp2_prepare_model(SimpleNamespace(state=state, mixed_precision="no", is_main_process=True), model)
+    assert fsdp.fully_shard is fully_shard
+    return sharded
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_torch_that_does_not_complete_groups_gets_none(monkeypatch, tied, lora):
+    """What accelerate does not shard apart stays in the group of the model, which every forward calls."""
+    model = AutoModelForCausalLM.from_config(tiny_config(tie_word_embeddings=tied))
+    if lora:
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    whole, parts = (groups(monkeypatch, model, version) for version in ("2.13.0+cpu", "2.12.1+cu130"))
+    assert any(len(group) > 1 for group in whole) == (tied or not lora)
+    assert parts == [group for group in whole if len(group) == 1] and parts[-1] == [""]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["fsdp2", "fsdp2-full"])
+def test_layers_that_stay_with_the_model_train_what_one_process_trains(tmp_path):
+    """As with torch before 2.13: whichever torch is installed, this is what such a torch gets."""
+    save_tiny_model(tmp_path / "model")
+    save_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+    names = ("full", "lora", "reference", "tied", "tied-lora", "evaluation")
+    for processes, mode in ((1, "one"), (2, "fsdp2-older")):
+        done = launch("tests.distributed.runs", tmp_path, mode, *names, processes=processes, timeout=500)
+        assert done.returncode == 0, done.stdout[-6000:]
+    for name in names:
+        expected, trained = (
+            load_file(*(tmp_path / mode / name).glob("*model.safetensors")) for mode in ("one", "fsdp2-older")
+        )
+        for key, weight in expected.items():
+            torch.testing.assert_close(trained[key], weight, rtol=1e-5, atol=1e-5, msg=f"{name}: {key}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["fsdp2", "fsdp2-full", "fsdp2-older"])
 @pytest.mark.parametrize("lora", [(), ("lora",)], ids=["all weights", "lora"])
 def test_a_run_that_is_resumed_inside_a_batch_trains_as_if_it_was_not_stopped(tmp_path, mode, lora):
     save_tiny_model(tmp_path / "model")
@@ -78,7 +132,8 @@ def test_a_run_that_is_resumed_inside_a_batch_trains_as_if_it_was_not_stopped(tm
     for name, weight in whole.items():
         torch.testing.assert_close(resumed[name], weight, rtol=0, atol=0, msg=name)
     saved = {path.name for path in (tmp_path / "run" / "checkpoint-1").iterdir()}
-    assert {"pytorch_model_fsdp_0" if mode == "fsdp2" else "pytorch_model_fsdp.bin", "a3po_state.json"} <= saved
+    weights = "pytorch_model_fsdp.bin" if mode == "fsdp2-full" else "pytorch_model_fsdp_0"
+    assert {weights, "a3po_state.json"} <= saved
 
 
 @pytest.mark.long
@@ -120,11 +175,12 @@ def test_four_processes_with_hybrid_sharding_train_what_one_process_trains(tmp_p
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["full", "lora", "merged", "reference"])
+@pytest.mark.parametrize("name", ["full", "lora", "merged", "reference", "tied", "tied-lora", "evaluation"])
 def test_two_gpus_train_what_one_process_trains(tmp_path, name):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     save_tiny_model(tmp_path / "model")
+    save_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
     for processes, mode, config in ((1, "one", None), (2, "fsdp2-gpu", "fsdp2")):
         done = launch("tests.distributed.runs", tmp_path, mode, name, processes=processes, config=config)
         assert done.returncode == 0, done.stdout[-6000:]

@@ -7,7 +7,6 @@ Guarantees: nothing is changed; the cost is two forwards of a few tokens.
 from typing import Any
 
 import torch
-from packaging.version import Version
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -47,12 +46,8 @@ def check_policy(args: A3POConfig, model: PreTrainedModel | PeftModel, sampling:
     _check_left_padding(model, config)
 
 
-OLDEST_TORCH_OF_FSDP = "2.13"
-
-
-def check_sharding(fsdp_plugin: Any | None, torch_version: str = torch.__version__) -> None:
-    """Raise `ValueError` for a launch that spreads the weights in a way that publishing cannot gather, or that torch
-    would train wrongly.
+def check_sharding(fsdp_plugin: Any | None) -> None:
+    """Raise `ValueError` for a launch that spreads the weights in a way that publishing cannot gather.
 
     Args:
         fsdp_plugin: accelerate's; `None` for a launch without FSDP.
@@ -64,12 +59,6 @@ def check_sharding(fsdp_plugin: Any | None, torch_version: str = torch.__version
             f"The run was launched with fsdp_version={fsdp_plugin.fsdp_version}, which flattens the weights, so that "
             "they cannot be published to an engine: set fsdp_version: 2 (recipes/accelerate_configs/fsdp2.yaml), or "
             "launch it with DDP or DeepSpeed ZeRO."
-        )
-    if Version(torch_version) < Version(OLDEST_TORCH_OF_FSDP):
-        raise ValueError(
-            f"The run was launched with FSDP2 and torch {torch_version}, which gathers layers that are sharded "
-            "together only when all of them are called, and TRL does not call the output layer: other weights are "
-            f"trained. Install torch {OLDEST_TORCH_OF_FSDP} or newer, or launch it with DDP or DeepSpeed ZeRO."
         )
     if fsdp_plugin.activation_checkpointing:
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -50,6 +51,24 @@ def keep_output_dtypes(fsdp_plugin: Any | None) -> None:
     """
     if fsdp_plugin is not None and fsdp_plugin.mixed_precision_policy is not None:
         fsdp_plugin.mixed_precision_policy = replace(fsdp_plugin.mixed_precision_policy, output_dtype=None)
+
+
+def load_in_every_process(fsdp_plugin: Any | None) -> None:
+    """Have models that are loaded from now on, until `load_as_launched`, get their weights in every process. With
+    `fsdp_cpu_ram_efficient_loading`, transformers 5.17 leaves zeros in all processes but one, which accelerate
+    replaces when it shards the model. TRL shards its reference model without accelerate, zeros included.
+
+    Args:
+        fsdp_plugin: accelerate's; `None` for a launch without FSDP.
+    """
+    if fsdp_plugin is not None and fsdp_plugin.cpu_ram_efficient_loading:
+        disable_fsdp_ram_efficient_loading()
+
+
+def load_as_launched(fsdp_plugin: Any | None) -> None:
+    """Undo `load_in_every_process`."""
+    if fsdp_plugin is not None and fsdp_plugin.cpu_ram_efficient_loading:
+        enable_fsdp_ram_efficient_loading()
 
 
 def plain_class(module: nn.Module) -> type[Any]:
