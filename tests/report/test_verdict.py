@@ -3,12 +3,15 @@ construction."""
 
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 
 from recipes import limits
 from tests.report.made_lines import FIRST, LINES, batch, group, span, start
 from trl_a3po import A3POConfig
 from trl_a3po.report.run_numbers import RunNumbers, run_numbers
+from trl_a3po.report.run_settings import RunSettings
+from trl_a3po.report.sampling_times import share_of_length
 from trl_a3po.report.timeline import read_timeline
 from trl_a3po.report.verdict import verdict, verdict_of
 
@@ -24,11 +27,18 @@ CALM = RunNumbers(
     engine_busy=0.9,
     rewards_busy=0.1,
     engine_fill=0.8,
-    groups_per_batch=4,
-    num_generations=8,
-    max_staleness=4,
-    engine_slots=32,
+    settings=RunSettings(groups_per_batch=4, num_generations=8, max_staleness=4, engine_slots=32, accelerators=2),
 )
+NAMES = {field.name for field in fields(A3POConfig)}
+OF_THE_RUN = {field.name for field in fields(RunSettings)}
+
+
+def changed(**changes):
+    """`CALM` with other numbers and settings."""
+    run = {name: changes.pop(name) for name in OF_THE_RUN & changes.keys()}
+    return replace(CALM, settings=replace(CALM.settings, **run), **changes)
+
+
 WAITING = {"waiting": 0.6, "training": 0.35, "waiting_for_sampling": 0.55, "waiting_for_rewards": 0.05}
 
 
@@ -57,7 +67,7 @@ WAITING = {"waiting": 0.6, "training": 0.35, "waiting_for_sampling": 0.55, "wait
     ],
 )  # fmt: skip
 def test_the_limit_follows_from_the_numbers(changes, limit, setting):
-    found = verdict(replace(CALM, **changes))
+    found = verdict(changed(**changes))
     assert (found.limit, found.setting) == (limit, setting)
     assert setting is None or setting in found.sentence
     assert setting is None or setting in {field.name for field in fields(A3POConfig)}
@@ -65,7 +75,80 @@ def test_the_limit_follows_from_the_numbers(changes, limit, setting):
 
 def test_a_balanced_run_names_the_part_that_keeps_up_least():
     assert "the engine had work 90% of the time" in verdict(CALM).sentence
-    assert "rewards were computed 95% of the time" in verdict(replace(CALM, rewards_busy=0.95)).sentence
+    assert "rewards were computed 95% of the time" in verdict(changed(rewards_busy=0.95)).sentence
+
+
+# --- what a run leaves no room for is not advised -------------------------------------------------------------------
+
+TRAINING = {"engine_busy": 0.3}
+STARVED = {**WAITING, "waiting_for_stragglers": 0.5}
+PUBLISHES = {"publishing": 0.4}
+ONE_GPU, CPU = {"accelerators": 1}, {"accelerators": 0}
+CUSTOM = {"engine": "Mine"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "advised", "not_advised"),
+    [
+        (WAITING, ["engine_device", "engine='vllm'", "max_completion_length"], []),
+        ({**WAITING, **ONE_GPU}, ["engine='vllm'", "max_completion_length"], ["engine_device"]),
+        ({**WAITING, **CPU}, ["max_completion_length"], ["engine_device", "vllm"]),
+        ({**WAITING, "engine_devices": 1}, ["more devices (engine_device)"], ["its own"]),
+        ({**WAITING, "engine_devices": 2}, ["engine='vllm'"], ["engine_device"]),
+        ({**WAITING, **CUSTOM, "share_of_length": 0.5}, ["max_completion_length"], ["engine_device", "vllm"]),
+        ({**WAITING, **CUSTOM}, ["max_completion_length"], []),
+        ({**WAITING, **CUSTOM, "share_of_length": 0.1}, ["engine itself faster"], ["max_completion_length"]),
+        ({**WAITING, **CPU, "share_of_length": 0.1}, ["max_completion_length"], []),  # decodes token after token
+        (TRAINING, ["per_device_train_batch_size"], ["gradient_checkpointing", "proximal_method", "engines"]),
+        ({**TRAINING, "gradient_accumulation_steps": 2}, ["per_device_train_batch_size"], []),
+        ({**TRAINING, "gradient_accumulation_steps": 1}, ["smaller model"], ["per_device_train_batch_size"]),
+        ({**TRAINING, "gradient_checkpointing": True}, ["gradient_checkpointing=False"], []),
+        ({**TRAINING, "proximal_method": "recompute"}, ["proximal_method='loglinear'"], []),
+        ({**TRAINING, "engines": 3}, ["Fewer than 3 engines"], []),
+        ({**STARVED, "stragglers_are_long": True}, ["max_staleness", "max_completion_length"], ["does not explain"]),
+        ({**STARVED, "stragglers_are_long": False}, ["length does not explain"], ["max_completion_length"]),
+        ({**STARVED, "schedule": "sync"}, ["schedule='async'"], ["Raise max_staleness"]),
+        ({**WAITING, "engine_fill": 0.1}, ["Raise max_staleness"], ["generation_batch_size"]),
+        (PUBLISHES, ["weight_sync_steps"], ["lora_sync"]),
+        ({**PUBLISHES, "lora_sync": "adapter"}, ["weight_sync_steps"], ["lora_sync"]),
+        ({**PUBLISHES, "lora_sync": "merged"}, ["weight_sync_steps", "lora_sync='adapter'"], []),
+        ({**PUBLISHES, "max_staleness": 0}, ["max_staleness=0 does not let"], ["weight_sync_steps"]),
+        ({**PUBLISHES, "max_staleness": 0, "steps_per_batch": 2}, ["weight_sync_steps"], []),
+        ({**PUBLISHES, "max_staleness": 3, "weight_sync_steps": 4}, ["does not let"], ["weight_sync_steps"]),
+        ({**PUBLISHES, "schedule": "fixed_lag"}, ["fixed_lag' publishes at every batch"], ["weight_sync_steps"]),
+    ],
+)  # fmt: skip
+def test_only_what_the_run_leaves_room_for_is_advised(changes, advised, not_advised):
+    found = verdict(changed(**changes))
+    assert all(words in found.sentence for words in advised), found.sentence
+    assert not any(words in found.sentence for words in not_advised), found.sentence
+    assert (found.setting is None) == ("No setting of this run is left to try" in found.sentence)
+
+
+@pytest.mark.parametrize("changes", [WAITING, TRAINING, STARVED, PUBLISHES, {**WAITING, "engine_busy": 0.5}])
+def test_every_piece_of_advice_says_what_it_costs(changes):
+    sentence = verdict(changed(**changes, gradient_checkpointing=True, lora_sync="merged")).sentence
+    costs = ("do not train", "cuts off", "holds more", "older", "need more memory", "needs memory", "applies")
+    advice = [part for part in sentence.split(". ")[1:] if any(name in part for name in NAMES)]
+    assert advice and all(any(cost in part for cost in costs) for part in advice), advice
+
+
+def test_the_publish_rule_is_the_one_that_refuses_settings():
+    """A setting is advised if and only if a larger one would be accepted."""
+    for bound in range(4):
+        for steps in range(1, 5):
+            run = replace(CALM.settings, max_staleness=bound, weight_sync_steps=steps)
+            accepted = [is_accepted(bound, larger) for larger in range(steps + 1, 20)]
+            advised = verdict(replace(CALM, publishing=0.4, settings=run)).setting == "weight_sync_steps"
+            assert advised == any(accepted), (bound, steps)
+
+
+def is_accepted(max_staleness, weight_sync_steps):
+    try:
+        A3POConfig("", report_to="none", max_staleness=max_staleness, weight_sync_steps=weight_sync_steps)
+    except ValueError:
+        return False
+    return True
 
 
 # --- the numbers, from lines ----------------------------------------------------------------------------------------
@@ -103,6 +186,43 @@ def test_the_wait_for_a_straggler_begins_when_the_rest_of_the_batch_is_ready():
     assert numbers.waiting_for_stragglers == pytest.approx(0.49)
     assert numbers.slowest_phase == "sampling"
     assert verdict(numbers).limit == "straggler"
+
+
+@pytest.mark.parametrize(("longest", "long"), [(10, False), (50, True)])
+def test_a_straggler_is_long_if_a_token_of_it_takes_about_as_long_as_others(longest, long):
+    lines = batches_that_end(0.5, 1.0, 1.0, 5.9)  # three and a half times the usual time
+    for line in lines:
+        if line["kind"] == "group":
+            line["lengths"] = [5, longest if line["finished"] - line["submitted"] > 6 else 15]
+    assert run_numbers(lines).stragglers_are_long is long
+    assert ("max_completion_length" in verdict_of(lines).sentence) == long
+
+
+def sampled(times, lengths, *, one_after_another=False):
+    began, lines = 0.0, []
+    for time, length in zip(times, lengths, strict=True):
+        submitted = 0.0 if one_after_another else began
+        lines.append({**group(submitted, began + time, 0.0, 0.0, 0.0), "lengths": [1, length]})
+        began += time
+    return lines
+
+
+@pytest.mark.parametrize("one_after_another", [False, True])
+def test_the_share_of_sampling_that_goes_with_length_is_found_in_spite_of_stragglers(one_after_another):
+    lengths = np.random.default_rng(0).integers(1, 100, 60)
+    slow = np.where(np.arange(60) % 7 == 3, 9.0, 0.0)
+    for per_token, share in ((0.0, 0.0), (1 / 50, 0.5), (1e3, 1.0)):
+        times = 1.0 + per_token * lengths + slow
+        found = share_of_length(sampled(times, lengths, one_after_another=one_after_another))
+        expected = per_token * (lengths.mean() + one_after_another) / times.mean()
+        assert found == pytest.approx(expected, abs=0.1)
+        assert found == pytest.approx(share, abs=0.25)
+
+
+def test_few_groups_or_equal_lengths_say_nothing_about_length():
+    assert share_of_length(sampled([1.0] * 5, range(1, 6))) is None
+    assert share_of_length(sampled(np.arange(1.0, 31.0), [7] * 30)) is None
+    assert share_of_length([group(1.0, 2.0, 2.0, 2.0, 2.0)] * 30) is None
 
 
 def test_a_group_that_takes_twice_as_long_as_others_is_no_straggler():
@@ -169,4 +289,8 @@ def test_the_last_takes_alone_can_be_judged():
 def test_a_run_that_is_limited_by_construction_is_recognised(tmp_path, name):
     limits.make_run(name, tmp_path)
     lines = read_timeline(tmp_path)
-    assert verdict_of(lines).limit == limits.LIMITS[name], run_numbers(lines)
+    found = verdict_of(lines)
+    assert found.limit == limits.LIMITS[name], run_numbers(lines)
+    moot = ("(max_completion_length)", "engine_device", "per_device_train_batch_size",
+            "generation_batch_size")  # fmt: skip
+    assert not any(words in found.sentence for words in moot), found.sentence

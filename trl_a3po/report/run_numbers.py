@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from trl_a3po.report.run_settings import RunSettings
+from trl_a3po.report.sampling_times import share_of_length, stragglers_are_long
+
 Lines = list[dict[str, Any]]
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -31,7 +34,11 @@ class RunNumbers:
         rewards_busy: share of the time in which the reward functions worked, over all reward workers.
         engine_fill: while the trainer waited, completions in the engine as a share of `engine_slots`; `None` if these
             are not known or the trainer did not wait.
-        groups_per_batch, num_generations, max_staleness, schedule, engine, engine_slots, reward_workers: settings.
+        settings: of the run.
+        stragglers_are_long: whether the length of their completions explains the stragglers; `None` if there are none
+            or it is not known.
+        share_of_length: share of the time of sampling that goes with the length of completions; `None` if it is not
+            known.
     """
 
     seconds: float
@@ -45,13 +52,9 @@ class RunNumbers:
     engine_busy: float
     rewards_busy: float
     engine_fill: float | None
-    groups_per_batch: int
-    num_generations: int
-    max_staleness: int
-    schedule: str = "async"
-    engine: str = "transformers"
-    engine_slots: int | None = None
-    reward_workers: int = 0
+    settings: RunSettings
+    stragglers_are_long: bool | None = None
+    share_of_length: float | None = None
 
 
 def run_numbers(lines: Lines, last_takes: int | None = None) -> RunNumbers | None:
@@ -73,8 +76,7 @@ def run_numbers(lines: Lines, last_takes: int | None = None) -> RunNumbers | Non
     waiting, publishing = _Waiting(takes, groups), _seconds(publishes)
     # What was submitted later is not known before it is taken.
     sampled = groups.submitted_for([*first, *takes])
-    settings, slots = start.get("settings", {}), start.get("engine_slots")
-    workers = settings.get("reward_workers", 0)
+    settings = RunSettings.of_start(start)
     return RunNumbers(
         seconds=seconds,
         training=max(0.0, seconds - waiting.seconds - publishing) / seconds,
@@ -85,15 +87,11 @@ def run_numbers(lines: Lines, last_takes: int | None = None) -> RunNumbers | Non
         waiting_for_stragglers=waiting.for_stragglers / seconds,
         slowest_phase=waiting.slowest_phase,
         engine_busy=_share(_union(groups.sampling), *sampled),
-        rewards_busy=min(1.0, _share(groups.scoring, *sampled) / max(1, workers)),
-        engine_fill=_fill(groups.sampling, waiting.spans, start, slots),
-        groups_per_batch=start["groups_per_batch"],
-        num_generations=start["num_generations"],
-        max_staleness=start["max_staleness"],
-        schedule=start["schedule"],
-        engine=settings.get("engine", "transformers"),
-        engine_slots=slots,
-        reward_workers=workers,
+        rewards_busy=min(1.0, _share(groups.scoring, *sampled) / max(1, settings.reward_workers)),
+        engine_fill=_fill(groups.sampling, waiting.spans, settings),
+        settings=settings,
+        stragglers_are_long=stragglers_are_long(waiting.long_sampling),
+        share_of_length=share_of_length(kinds["group"]),
     )
 
 
@@ -118,6 +116,8 @@ class _Groups:
         self.scoring = _spans(lines, "scoring", "scored")
         self.usual_sampling = float(np.median(np.diff(self.sampling))) if len(self.sampling) else 0.0
         self.usual_scoring = float(np.median(np.diff(self.scoring))) if len(self.scoring) else 0.0
+        longest = [max(line["lengths"]) for line in lines if line.get("lengths")]
+        self.usual_length = float(np.median(longest)) if longest else 0.0
 
     def submitted_for(self, takes: Lines) -> tuple[float, float]:
         """When the first and when the last of the groups that these takes handed out was submitted."""
@@ -134,6 +134,7 @@ class _Waiting:
         self.spans = _spans(takes, "began", "ended")
         self.seconds = float(np.diff(self.spans).sum())
         self.for_sampling = self.for_rewards = self.for_stragglers = 0.0
+        self.long_sampling: list[tuple[float, float]] = []  # times the usual time and length of each straggler
         self._straggling = {"sampling": 0.0, "scoring": 0.0}
         began = self.spans[:, 0]
         batches: list[Lines] = [[] for _ in takes]
@@ -165,6 +166,9 @@ class _Waiting:
                 seconds = max(0.0, until - max(others_ready, since))
                 self.for_stragglers += seconds
                 self._straggling[phase] += seconds
+                if phase == "sampling" and last.get("lengths") and usual and groups.usual_length:
+                    length = max(last["lengths"]) / groups.usual_length
+                    self.long_sampling.append(((until - since) / usual, length))
 
 
 def _spans(lines: Lines, since: str, until: str) -> Array:
@@ -194,13 +198,13 @@ def _share(spans: Array, since: float, until: float) -> float:
     return float(covered / (until - since)) if until > since else 0.0
 
 
-def _fill(sampling: Array, waits: Array, start: dict[str, Any], slots: int | None) -> float | None:
+def _fill(sampling: Array, waits: Array, settings: RunSettings) -> float | None:
     """Completions in the engine during `waits`, as a share of its slots."""
     seconds = np.diff(waits).sum()
-    if slots is None or not seconds:
+    if settings.engine_slots is None or not seconds:
         return None
     edges = waits.reshape(-1)
     waited = np.repeat(np.cumsum(np.diff(waits)[:, 0]), 2)
     waited[::2] -= np.diff(waits)[:, 0]  # before each edge
     in_engine = np.diff(np.interp(sampling, edges, waited)).sum() / seconds
-    return float(in_engine * start["num_generations"] / slots)
+    return float(in_engine * settings.num_generations / settings.engine_slots)

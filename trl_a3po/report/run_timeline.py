@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_a3po import __version__
@@ -45,6 +46,7 @@ def begin_timeline(
         num_generations=args.num_generations,
         engine_slots=slots,
         max_steps=max_steps,
+        accelerators=0 if args.device.type == "cpu" else torch.accelerator.device_count(),
         settings=recorded_settings(args),
         packages={"trl-a3po": __version__, "Python": platform.python_version(), **package_versions()},
         rules=rules,

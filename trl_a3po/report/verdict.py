@@ -7,6 +7,8 @@ only if that part is busy nearly all the time; where no part is, the parts are k
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trl_a3po.report import advice
+from trl_a3po.report.advice import Advice
 from trl_a3po.report.run_numbers import STRAGGLER, RunNumbers, run_numbers
 
 Limit = Literal[
@@ -26,8 +28,8 @@ class Verdict:
 
     Args:
         limit: which part, in one or two words.
-        sentence: what was measured, and what to do.
-        setting: the setting of `A3POConfig` to change, `None` if there is none.
+        sentence: what was measured, and what to do, with what that costs.
+        setting: the setting of `A3POConfig` to change first, `None` if there is none.
     """
 
     limit: Limit
@@ -51,20 +53,23 @@ def verdict(numbers: RunNumbers) -> Verdict:
         return _straggler(numbers)
     if numbers.waiting_for_rewards > numbers.waiting / 2 and numbers.rewards_busy >= BUSY:
         return _rewards(numbers)
-    if numbers.max_staleness > 0 and numbers.engine_fill is not None and numbers.engine_fill < TINY:
+    if numbers.settings.max_staleness > 0 and numbers.engine_fill is not None and numbers.engine_fill < TINY:
         return _tiny_queue(numbers)
     if max(numbers.engine_busy, numbers.rewards_busy) < BUSY:
-        return _max_staleness(numbers)
+        return _held_back(numbers)
     return _rewards(numbers) if numbers.waiting_for_rewards > numbers.waiting / 2 else _generation(numbers)
 
 
+def _with_advice(limit: Limit, measured: str, found: tuple[list[Advice], str]) -> Verdict:
+    """The verdict with every piece of advice, or with the sentence for a run that there is none for."""
+    pieces, otherwise = found
+    words = " ".join(piece.sentence for piece in pieces) or otherwise
+    return Verdict(limit, f"{measured} {words}", pieces[0].setting if pieces else None)
+
+
 def _publishing(numbers: RunNumbers) -> Verdict:
-    return Verdict(
-        "publishing",
-        f"Publish-bound: {numbers.publishing:.0%} of the time went into sending weights to the engine. Publish less "
-        "often (weight_sync_steps), or smaller updates (lora_sync='adapter').",
-        "weight_sync_steps",
-    )
+    measured = f"Publish-bound: {numbers.publishing:.0%} of the time went into sending weights to the engine."
+    return _with_advice("publishing", measured, advice.for_publishing(numbers))
 
 
 def _without_waiting(numbers: RunNumbers) -> Verdict:
@@ -78,91 +83,59 @@ def _without_waiting(numbers: RunNumbers) -> Verdict:
             "need more.",
             None,
         )
-    return Verdict(
-        "training",
+    measured = (
         f"Training-bound: the trainer waited only {numbers.waiting:.0%} of the time, and the engine had work only "
-        f"{numbers.engine_busy:.0%} of the time. Make training faster: larger micro-batches "
-        "(per_device_train_batch_size), or more devices. Fewer devices for the engine cost no time.",
-        "per_device_train_batch_size",
+        f"{numbers.engine_busy:.0%} of the time.{advice.cheaper_engine(numbers)}"
     )
+    return _with_advice("training", measured, advice.for_training(numbers))
 
 
 def _straggler(numbers: RunNumbers) -> Verdict:
-    waited = (
+    measured = (
         f"Starved by stragglers: in {numbers.waiting_for_stragglers:.0%} of the time, the rest of the batch was ready "
         f"and the trainer waited for a group whose {numbers.slowest_phase} took more than {STRAGGLER:g} times the "
         "median."
     )
-    if numbers.slowest_phase == "scoring":
-        return Verdict(
-            "straggler",
-            f"{waited} Bound the rewards' time (reward_timeout, with reward_workers), or raise max_staleness, which "
-            "lets other groups be trained first.",
-            "reward_timeout",
-        )
-    return Verdict(
-        "straggler",
-        f"{waited} Raise max_staleness, which lets other groups be trained first, or bound the length of completions "
-        "(max_completion_length).",
-        "max_staleness",
-    )
+    if numbers.slowest_phase == "sampling" and numbers.stragglers_are_long is False:
+        measured += " Their length does not explain it, so look into the engine."
+    return _with_advice("straggler", measured, advice.for_stragglers(numbers))
 
 
 def _rewards(numbers: RunNumbers) -> Verdict:
-    workers = f"reward_workers={numbers.reward_workers}" if numbers.reward_workers else "one thread (reward_workers=0)"
-    return Verdict(
-        "rewards",
-        f"Reward-bound: the trainer waited {numbers.waiting:.0%} of the time, mostly for rewards; {workers} worked "
-        f"{numbers.rewards_busy:.0%} of the time. Score more groups at a time (reward_workers), or make the reward "
-        "functions faster.",
-        "reward_workers",
+    count = numbers.settings.reward_workers
+    by = f"reward_workers={count}" if count else "the background thread that runs them (reward_workers=0: no process)"
+    measured = (
+        f"Reward-bound: the trainer waited {numbers.waiting:.0%} of the time, mostly for rewards, and {by} had work "
+        f"{numbers.rewards_busy:.0%} of the time."
     )
+    return _with_advice("rewards", measured, advice.for_rewards(numbers))
 
 
 def _tiny_queue(numbers: RunNumbers) -> Verdict:
-    admitted = (numbers.max_staleness + 1) * numbers.groups_per_batch
-    return Verdict(
-        "tiny queue",
+    run = numbers.settings
+    groups = (run.max_staleness + 1) * run.groups_per_batch
+    batch = "1 group" if run.groups_per_batch == 1 else f"{run.groups_per_batch} groups"
+    measured = (
         f"Tiny queue: the trainer waited {numbers.waiting:.0%} of the time, while {numbers.engine_fill:.0%} of the "
-        f"engine's {numbers.engine_slots} slots were in use: max_staleness={numbers.max_staleness} admits about "
-        f"{admitted} groups of {numbers.num_generations}, with batches of {numbers.groups_per_batch}. "
-        "Have more groups in flight: raise max_staleness or generation_batch_size.",
-        "max_staleness",
+        f"engine's {run.engine_slots} slots were in use. A batch is {batch} of {run.num_generations} completions, and "
+        f"max_staleness={run.max_staleness} admits about {groups} groups."
     )
+    return _with_advice("tiny queue", measured, advice.for_more_ahead(numbers))
 
 
-def _max_staleness(numbers: RunNumbers) -> Verdict:
-    waited = (
-        f"the trainer waited {numbers.waiting:.0%} of the time, although the engine had work only "
-        f"{numbers.engine_busy:.0%} of the time: each waits for the other"
+def _held_back(numbers: RunNumbers) -> Verdict:
+    run = numbers.settings
+    by = f"schedule='{run.schedule}'" if run.schedule in ("sync", "periodic") else f"max_staleness={run.max_staleness}"
+    measured = (
+        f"Held back by {by}: the trainer waited {numbers.waiting:.0%} of the time, although the engine had work only "
+        f"{numbers.engine_busy:.0%} of the time: each waits for the other."
     )
-    if numbers.schedule in ("sync", "periodic"):
-        return Verdict(
-            "max_staleness",
-            f"Held back by schedule='{numbers.schedule}': {waited}. With schedule='async' both work at the same time.",
-            "schedule",
-        )
-    return Verdict(
-        "max_staleness",
-        f"Held back by max_staleness={numbers.max_staleness}: {waited}. Raise max_staleness, and the engine runs "
-        "further ahead.",
-        "max_staleness",
-    )
+    return _with_advice("max_staleness", measured, advice.for_more_ahead(numbers))
 
 
 def _generation(numbers: RunNumbers) -> Verdict:
-    waited = (
+    measured = (
         f"Generation-bound: the trainer waited {numbers.waiting:.0%} of the time, and the engine had work "
         f"{numbers.engine_busy:.0%} of the time."
     )
-    shorter = "make completions shorter (max_completion_length)"
-    if numbers.engine == "vllm" and numbers.engine_slots is None:
-        return Verdict(
-            "generation", f"{waited} Add vLLM servers (vllm_server_urls), or {shorter}.", "vllm_server_urls"
-        )
-    faster = ", use engine='vllm'" if numbers.engine == "transformers" else ""
-    return Verdict(
-        "generation",
-        f"{waited} Give the engine devices of its own (engine_device){faster}, or {shorter}.",
-        "engine_device",
-    )
+    return _with_advice("generation", measured, advice.for_generation(numbers))
