@@ -35,8 +35,8 @@ class Draw:
         if drawn.device.type != "cuda":
             return cls(rollouts, version, drawn, None)
         host = drawn.to("cpu", non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+        # On the stream of the tensor's device, which need not be the current device.
+        arrived = torch.cuda.current_stream(drawn.device).record_event()
         return cls(rollouts, version, host, arrived)
 
     def read(self) -> np.ndarray:

@@ -38,6 +38,8 @@ def _set_up(channel: Channel) -> "tuple[Load, SlotDecoder]":
     _, payload, handle = channel.receive_one()
     setup: Setup = pickle.loads(payload)
     device = torch.device(setup.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton's kernels and new events go to the current device
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     views = attach(handle)
