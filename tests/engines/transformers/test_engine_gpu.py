@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from tests.engines.transformers.running import events_of, started, train
 from tests.engines.transformers.tiny_models import gap, prompts, request, tiny_model
 from tests.workers.processes import until
+from trl_a3po.engines.transformers.draws import Draw
 from trl_a3po.publish.collect import collect_weights
 
 pytestmark = pytest.mark.gpu
@@ -95,3 +96,12 @@ def test_the_trainer_and_the_engine_may_use_different_gpus():
         assert_serves(engine, model, 1)
     finally:
         engine.close()
+
+
+def test_what_another_gpu_draws_is_waited_for():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with torch.cuda.device("cuda:1"):
+        torch.cuda._sleep(10**9)  # cycles, about half a second
+        drawn = torch.arange(6, dtype=torch.float64, device="cuda:1").reshape(2, 3)
+    assert Draw.of([], 0, drawn).read().tolist() == [[0, 1, 2], [3, 4, 5]]
