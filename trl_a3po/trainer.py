@@ -126,7 +126,7 @@ from trl_a3po.session.build_scorer import (
 )
 from trl_a3po.session.closing import close_after_error, end_with_users_line
 from trl_a3po.session.current_batch import CurrentBatch
-from trl_a3po.session.evaluation import EvaluatedRows
+from trl_a3po.session.evaluation import EvaluatedRows, EvaluatedStream
 from trl_a3po.session.image_memory import image_memory
 from trl_a3po.session.loss_inputs import LossInputs
 from trl_a3po.session.prompt_rows import check_all_rows
@@ -442,8 +442,9 @@ class A3POTrainer(ReplayHooks, GRPOTrainer):
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, *args: Any, **kwargs: Any
     ) -> DataLoader[Any]:
         make = super()._get_dataloader
-        if description == "Evaluation" and self._is_vlm and isinstance(dataset, Dataset):
-            dataset = EvaluatedRows(dataset)
+        if description == "Evaluation" and self._is_vlm:
+            stored, order = isinstance(dataset, Dataset), (self.num_generations_eval, self.args.seed)
+            dataset = EvaluatedRows(dataset) if stored else EvaluatedStream(dataset, *order)
         if description != "Training" or self._train_rows is None:
             return make(dataset, description, batch_size, sampler_fn, *args, **kwargs)
         counted = counted_dataset(self, self._train_rows, dataset)

@@ -216,6 +216,19 @@ def test_a_row_of_an_evaluation_whose_image_cannot_be_read_is_named(tmp_path, de
         trainer.train()
 
 
+def test_a_row_of_an_evaluation_that_is_streamed_has_its_number_in_the_order_of_trl(tmp_path):
+    data = with_files(tmp_path, 4, {2}).to_iterable_dataset()
+    read = [row["image"]["path"] for row in data.decode(False).shuffle(seed=42)]
+    number = read.index(str(tmp_path / "2.png"))
+    trainer = pictured(
+        "qwen2_5_vl", tmp_path, eval_dataset=data, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8,
+        **FEW,
+    )  # fmt: skip
+    words = rf"Row {number} of eval_dataset\.shuffle\(seed=42\), .* cannot be read: .*2\.png.* eval_on_start=True"
+    with pytest.raises(ValueError, match=words):
+        trainer.train()
+
+
 def test_a_row_of_an_evaluation_whose_prompt_is_text_or_comes_from_its_environment_is_given_as_it_is():
     for column in ({"prompt": ["w1"]}, {"environment": ["maze"]}):
         data = Dataset.from_dict(column)
@@ -444,9 +457,12 @@ def test_a_group_function_receives_images(tmp_path):
     assert seen[0].prompt.example["image"].size == seen[0].prompt.images.images[0].size
 
 
-def test_an_evaluation_shows_images(tmp_path):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_evaluation_shows_images(tmp_path, streamed):
+    data = with_one_picture(4)
     trainer = pictured(
-        "qwen2_5_vl", tmp_path, eval_dataset=with_one_picture(4), eval_strategy="steps", eval_steps=1,
+        "qwen2_5_vl", tmp_path, eval_dataset=data.to_iterable_dataset() if streamed else data, eval_strategy="steps",
+        eval_steps=1,
         per_device_eval_batch_size=8, reward_funcs=reward, **FEW,
     )  # fmt: skip
     trainer.train()

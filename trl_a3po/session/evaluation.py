@@ -6,13 +6,13 @@ out, a warning says so, once per run; if it leaves all of them out, an error is 
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import datasets
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
-from trl_a3po.checks.data import stored_row
+from trl_a3po.checks.data import UNDECODABLE, stored_row
 from trl_a3po.checks.images import UnusablePrompt
 from trl_a3po.errors import RewardError
 from trl_a3po.protocol.records import Group, Prompt, Rejection, Score
@@ -69,6 +69,34 @@ class EvaluatedRows(Dataset[dict[str, Any]]):
         except UnusablePrompt as error:
             raise ValueError(f"Row {number} of the evaluation dataset: {error} {NOT_LEFT_OUT}") from error
         return row
+
+
+class EvaluatedStream(IterableDataset[dict[str, Any]]):
+    """The rows of an evaluation dataset that is a stream. One that cannot be read, such as one whose image `datasets`
+    cannot decode, raises an error with its number.
+
+    Args:
+        dataset: as TRL has shuffled it, each row as often as a group has completions.
+        repeats: how often that is.
+        seed: of the shuffling.
+    """
+
+    def __init__(self, dataset: datasets.IterableDataset, repeats: int, seed: int):
+        self._dataset = dataset
+        self._repeats = repeats
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows_read = 0
+        try:
+            for row in self._dataset:
+                rows_read += 1
+                yield row
+        except UNDECODABLE as error:
+            raise ValueError(
+                f"Row {rows_read // self._repeats} of eval_dataset.shuffle(seed={self._seed}), which is how TRL reads "
+                f"a stream, cannot be read: {error}. {NOT_LEFT_OUT}"
+            ) from error
 
 
 def _evaluated_prompt(trainer: "A3POTrainer", row: dict[str, Any]) -> TokenizedPrompt:
