@@ -20,7 +20,7 @@ from trl_a3po.report.timeline import read_timeline
 
 SETTINGS = {setting.name for setting in fields(A3POConfig)}
 CHANGED = {"temperature", "max_staleness", "num_generations"}  # settings that a callback changes after the first step
-DEFAULT, LONG = range(24), range(24, 124)
+DEFAULT, LONG, SLOW = range(24), range(24, 64), range(64, 124)
 
 
 def run_of(world: World, model_path, folder):
@@ -110,7 +110,14 @@ def live_in(world: World, model_path, folder, monkeypatch) -> str:
     return "ended well" if error is None else "ended with an error"
 
 
-@pytest.mark.parametrize("seed", [*DEFAULT, *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG)])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *DEFAULT,
+        *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW),
+    ],
+)
 def test_a_run_in_a_misbehaving_world_ends_well_or_says_what_to_set(seed, model_path, tmp_path, monkeypatch):
     world = draw_world(seed)
     live_in(world, model_path, tmp_path, monkeypatch)

@@ -21,6 +21,7 @@ from tests.tiny import save_tiny_model, tiny_config
 from trl_a3po.models.fsdp_groups import groups_complete
 
 pytestmark = pytest.mark.timeout(900)
+EACH_ONCE = (("fsdp2", ()), ("fsdp2-full", ("lora",)), ("fsdp2-older", ("lora",)))
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +39,20 @@ def same(found, expected, tolerance=0.0):
         torch.testing.assert_close(found[name], weight, rtol=tolerance, atol=tolerance, msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(sharded.MODELS))
 def test_an_update_holds_the_weights_of_the_plain_model(published, name):
     """Also after a forward that has left weights whole, in the dtype of the forward."""
     same(published[name]["sharded"]["whole"], published[name]["plain"]["whole"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(sharded.MODELS))
 def test_a_later_update_holds_what_is_trained(published, name):
     assert set(published[name]["sharded"]["changed"]) == published[name]["changed"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(sharded.MODELS))
 def test_perturbed_weights_are_those_of_the_plain_model_and_the_trained_ones_come_back(published, name):
     found = published[name]
@@ -60,15 +64,18 @@ def test_perturbed_weights_are_those_of_the_plain_model_and_the_trained_ones_com
     assert found["exact"]
 
 
+@pytest.mark.long
 def test_no_more_than_a_bucket_is_whole_at_a_time(published):
     """Of merged weights too, each of which is made of three."""
     assert all(0 < found["most"] <= 2 * sharded.BUCKET_BYTES for found in published.values())
 
 
+@pytest.mark.long
 def test_fingerprints_do_not_see_a_forward(published):
     assert not any(found["sharded"]["fingerprint moved"] for found in published.values())
 
 
+@pytest.mark.long
 def test_an_engine_is_built_from_the_plain_class(published):
     assert {found["class"] for found in published.values()} == {"LlamaForCausalLM"}
 
@@ -120,9 +127,15 @@ def test_layers_that_stay_with_the_model_train_what_one_process_trains(tmp_path)
             torch.testing.assert_close(trained[key], weight, rtol=1e-5, atol=1e-5, msg=f"{name}: {key}")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["fsdp2", "fsdp2-full", "fsdp2-older"])
-@pytest.mark.parametrize("lora", [(), ("lora",)], ids=["all weights", "lora"])
+@pytest.mark.parametrize(
+    ("mode", "lora"),
+    [
+        pytest.param(mode, lora, marks=pytest.mark.long if (mode, lora) in EACH_ONCE else pytest.mark.slow)
+        for mode in ("fsdp2", "fsdp2-full", "fsdp2-older")
+        for lora in ((), ("lora",))
+    ],
+    ids=lambda value: value if isinstance(value, str) else "lora" if value else "all weights",
+)
 def test_a_run_that_is_resumed_inside_a_batch_trains_as_if_it_was_not_stopped(tmp_path, mode, lora):
     save_tiny_model(tmp_path / "model")
     done = launch("tests.distributed.resumed", tmp_path, mode, *lora)

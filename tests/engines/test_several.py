@@ -133,6 +133,7 @@ def test_one_engine_of_several_that_does_not_follow_is_caught(model_path, tmp_pa
         trainer(model_path, tmp_path, engine=several).train()
 
 
+@pytest.mark.long
 def test_two_workers_share_a_run(model_path, tmp_path):
     run = trainer(model_path, tmp_path, engine_device=["cpu", "cpu"], engine_threads=1, max_staleness=1)
     run.train()

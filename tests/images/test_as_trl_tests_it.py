@@ -48,14 +48,18 @@ def assert_all_changed(family, changed, names):
     assert not still
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+SLOW = pytest.mark.slow  # test_same_as_grpo.py holds the gradients of such runs to those of GRPOTrainer
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.long if name == "gemma3" else SLOW) for name in FAMILIES]
+)
 def test_train_vlm(family, tmp_path):
     _, changed, names = trained(family, tmp_path)
     assert_all_changed(family, changed, names)
 
 
-@pytest.mark.long
+@SLOW
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -71,7 +75,7 @@ def test_train_vlm_with(family, settings, tmp_path):
     assert_all_changed(family, changed, names)
 
 
-@pytest.mark.long
+@SLOW
 def test_train_vlm_peft(tmp_path):
     _, changed, names = trained("qwen2_5_vl", tmp_path, peft_config=LoraConfig(target_modules=["q_proj", "v_proj"]))
     assert changed == {name for name in names if "lora" in name}

@@ -72,19 +72,29 @@ def test_lora(family, tmp_path, target):
     assert_same_run(family, tmp_path, peft_config=adapter, learning_rate=0.05)
 
 
-@pytest.mark.long
+OF_THE_ARRAYS = (  # how a batch is padded and split
+    {"pad_to_multiple_of": 8},
+    {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+)
+OF_THE_LOSS = (
+    {"beta": 0.1},
+    {"num_iterations": 2},
+    {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+)
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("family", "settings"),
     [
-        {"beta": 0.1},
-        {"num_iterations": 2},
-        {"pad_to_multiple_of": 8},
-        {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        *[pytest.param("qwen3_vl", settings, marks=pytest.mark.long) for settings in (*OF_THE_ARRAYS, *OF_THE_LOSS)],
+        *[
+            pytest.param(family, settings, marks=pytest.mark.long if settings in OF_THE_ARRAYS else pytest.mark.slow)
+            for family in ("smolvlm", "llava_next")
+            for settings in (*OF_THE_ARRAYS, *OF_THE_LOSS)
+        ],
     ],
     ids=str,
 )
-@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm", "llava_next"])
 def test_settings(family, tmp_path, settings):
     assert_same_run(family, tmp_path, **settings)
 

@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -229,16 +230,23 @@ def note(item: str, folder: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path):
-    from learning.parallel import run_parallel
+def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path, monkeypatch):
+    from learning import parallel
+
+    def written() -> dict[str, str]:
+        return {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+    def deadline_passes_after_the_others() -> float:
+        return float(written() == {"first": "done", "fails": "once", "hangs": "began", "last": "done"})
 
     items = ["first", "fails", "hangs", "last"]
     seen = []
-    ends = time.monotonic() + 60
-    run_parallel(
-        partial(note, folder=str(tmp_path)), items, gpus=[], parallel=2, deadline=ends, watch=lambda: seen.append(1)
+    clock = SimpleNamespace(monotonic=deadline_passes_after_the_others, sleep=time.sleep)
+    monkeypatch.setattr(parallel, "time", clock)
+    parallel.run_parallel(
+        partial(note, folder=str(tmp_path)), items, gpus=[], parallel=2, deadline=1.0, watch=lambda: seen.append(1)
     )
-    assert time.monotonic() >= ends and seen
+    assert seen
     assert {item: (tmp_path / item).read_text() for item in items} == {
         "first": "done", "fails": "once", "hangs": "began", "last": "done"
     }  # fmt: skip

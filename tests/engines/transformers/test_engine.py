@@ -175,6 +175,7 @@ def test_requests_that_come_while_weights_are_on_their_way_wait_for_them_and_oth
         engine.close()
 
 
+@pytest.mark.long
 def test_weights_that_do_not_arrive_end_the_engine_with_the_reason():
     model = tiny_model()
     engine = started(model, 8)
@@ -192,6 +193,7 @@ def test_weights_that_do_not_arrive_end_the_engine_with_the_reason():
         engine.close()
 
 
+@pytest.mark.long
 def test_the_next_publish_waits_for_the_weights_that_are_on_their_way():
     model = tiny_model()
     engine, arrived = started(model, 8, publish_timeout=0.5), threading.Event()

@@ -148,6 +148,7 @@ def test_close_reaps_the_worker_and_ends_every_wait(survivor):
             engine.wait(TIMEOUT)
 
 
+@pytest.mark.long
 def test_after_max_restarts_every_request_has_its_event_and_wait_raises():
     engine = started(model_of(), TOKENS, max_restarts=1)
     try:
@@ -222,6 +223,7 @@ def script(*arguments: str, **options) -> subprocess.Popen:
     )
 
 
+@pytest.mark.long
 def test_a_script_without_a_main_guard_samples_from_a_class_of_its_own_and_may_forget_to_close(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT + "print(engine.wait(60.0)[0].rollouts[0].token_ids)\n")

@@ -36,7 +36,7 @@ class Scored:
         torch.testing.assert_close(torch.tensor(logps), expected, rtol=0, atol=1e-4)
 
 
-@pytest.fixture(scope="module", params=["full", "lora"])
+@pytest.fixture(scope="module", params=["full", pytest.param("lora", marks=pytest.mark.long)])
 def scored(request):
     model = tiny_model("llama-tied")
     if request.param == "lora":

@@ -79,6 +79,7 @@ def test_a_publish_leaves_nothing_of_the_images_before(name, what, kv_on_publish
     assert {(True, 0, 1), (True, 1)} <= spans
 
 
+@pytest.mark.slow  # the run whose turns add pictures, below, is checked in the same way
 def test_a_run_trains_on_what_vllm_has_sampled(tmp_path):
     model, processor = policy("qwen2_5_vl", adapter=False)
     processor.save_pretrained = WholeProcessor(processor).save_pretrained

@@ -53,7 +53,13 @@ def test_a_version_of_vllm_that_cannot_be_driven_is_named(tmp_path, monkeypatch)
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lora", [True, False], ids=["adapter", "whole, tied"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param(True, id="adapter", marks=pytest.mark.slow),  # test_versions.py has one that is not started again
+        pytest.param(False, id="whole, tied"),
+    ],
+)
 def test_a_real_vllm_stamps_every_token_with_its_version_and_is_started_again(tmp_path, lora):
     model = save_tiny_model(tmp_path / "model", head_dim=64, tie_word_embeddings=not lora)
     settings = SETTINGS | {"vllm_python": vllm_python(), "max_steps": 4, "kv_on_publish": "recompute"}
