@@ -80,6 +80,7 @@ class Arm:
 
 
 def train(arguments) -> None:
+    from accelerate.state import DistributedType, PartialState
     from peft import LoraConfig
     from transformers import TrainerCallback
     from trl import GRPOConfig
@@ -87,6 +88,8 @@ def train(arguments) -> None:
     from trl_a3po import A3POConfig, A3POTrainer
 
     arm, cpu = Arm.of(arguments.arm), arguments.cpu
+    if cpu and arm.sharded == "f":  # which accelerate has for accelerators alone
+        PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
     tokenizer = word_tokenizer()
     settings = {
         "output_dir": str(Path(arguments.folder) / "run"),
@@ -278,11 +281,12 @@ def environment(arm: str, folder: Path, cpu: bool) -> dict[str, str]:
     if sharded == "f":
         return {
             "ACCELERATE_USE_FSDP": "true",
-            "ACCELERATE_MIXED_PRECISION": "bf16",
+            "ACCELERATE_MIXED_PRECISION": "no" if cpu else "bf16",
             "FSDP_VERSION": "2",
             "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
             "FSDP_RESHARD_AFTER_FORWARD": "true",
             "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+            **({"ACCELERATE_TORCH_DEVICE": "cpu"} if cpu else {}),
         }
     if not sharded:
         return {}

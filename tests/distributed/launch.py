@@ -18,7 +18,7 @@ def launch(
     configurations, with `accelerate launch`; whatever it prints is in `stdout`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
     if config is not None:
-        command = _accelerate(config, "--num_processes", processes)
+        command = _accelerate(config, "--num_processes", processes, "--main_process_port", free_port())
     return subprocess.run(
         [*command, "-m", module, *map(str, arguments)],
         cwd=ROOT,
