@@ -5,10 +5,19 @@ import re
 
 import pytest
 
+from recipes import limits
 from tests.test_cli import OWN, RECIPE
 from trl_a3po.checkpoints import checkpoint
+from trl_a3po.cli.beside_measured import beside_measured
 from trl_a3po.cli.main import main
 from trl_a3po.cli.smoke import save_smoke_model
+from trl_a3po.planning.finished_run import finished_run
+from trl_a3po.planning.forecast import forecast
+from trl_a3po.planning.rates import EngineSpeed, Rates
+from trl_a3po.planning.rules import Rules
+from trl_a3po.planning.simulation import Split, simulate
+from trl_a3po.planning.workload import Geometric, Workload
+from trl_a3po.report.timeline import read_timeline
 
 BAD = (
     OWN
@@ -259,6 +268,56 @@ def test_a_run_without_fault_has_no_finding(tmp_path, capsys):
     code, printed = doctor(capsys, timeline(tmp_path))
     assert code == 0 and printed.startswith("Balanced: ") and printed.endswith("\nNo problem was found.\n")
     assert printed.count("\n") == 2
+
+
+# --- the forecast beside what was measured --------------------------------------------------------------------------
+
+SIMULATED = Workload(Geometric(20.0, 60)), Rates(EngineSpeed([(1, 100.0), (64, 3000.0)]), 20_000.0)
+
+
+def simulated(stale=None, changed=lambda group: group):
+    """The lines of a run that took just what the forecast expects, with another logged staleness and other groups."""
+    rules = Rules(groups_per_take=4, num_generations=4, max_staleness=2)
+    lines = simulate(*SIMULATED, Split(), rules, takes=60).lines
+    lines = [changed(line) if line["kind"] == "group" else line for line in lines]
+    logged = {} if stale is None else {"a3po/staleness/mean": stale}
+    return [*lines, {"kind": "log", "logged": logged}]
+
+
+def staleness_of(lines):
+    run = finished_run(lines)
+    return forecast(run.work, run.rates, run.split, run.rules).mean_staleness
+
+
+def test_a_run_that_goes_as_forecast_has_no_difference_to_explain():
+    lines = simulated()
+    said = beside_measured(simulated(staleness_of(lines)))
+    assert "Measured: " in said and "steps stale" in said
+    assert "differ" not in said and "because" not in said
+    assert "steps stale" not in beside_measured(lines).split("Measured: ")[1]  # not logged
+
+
+def test_an_engine_that_keeps_its_versions_explains_older_tokens():
+    def keeps(group):
+        return group | {"newest": group["submitted_version"]}
+
+    stale = staleness_of(simulated()) + 0.5
+    assert "sampled each group to its end from the weights of its submission" in beside_measured(
+        simulated(stale, keeps)
+    )
+
+    def goes_on(group):
+        return group | {"newest": group["submitted_version"] + 1}
+
+    for said in (beside_measured(simulated(stale, goes_on)), beside_measured(simulated(stale - 1.0, keeps))):
+        assert "does not say why the staleness differs" in said
+
+
+@pytest.mark.long
+def test_stragglers_that_length_does_not_explain_explain_a_longer_step(tmp_path):
+    limits.make_run("straggler", tmp_path)
+    said = beside_measured(read_timeline(tmp_path))
+    assert "knows no stragglers that are slow for another reason" in said and "does not say" not in said
 
 
 def test_checkpoints_are_whole_or_named(tmp_path, capsys):

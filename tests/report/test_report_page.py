@@ -10,16 +10,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from markupsafe import escape
 
+from tests.report.made_lines import LINES, group, start
 from tests.runs import RunsAhead, build
 from trl_a3po.cli.main import main
 from trl_a3po.report.html.activity import mean_number
+from trl_a3po.report.html.figures import ratios_by_staleness
 from trl_a3po.report.html.reported_run import ReportedRun, read_run, without_pauses
 from trl_a3po.report.html.samples import packed_samples
 from trl_a3po.report.html.write_report import report_page
+from trl_a3po.report.verdict import verdict_of
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)> & \u2028 🙂 \"'"
 LOCAL = ("file:", "data:", "blob:")
+TWICE = """[...document.querySelectorAll('.plot')].flatMap(plot => ['xtick', 'ytick', 'y2tick'].flatMap(axis => {
+    const texts = [...plot.querySelectorAll(`.${axis} text`)].map(text => text.textContent);
+    return new Set(texts).size < texts.length ? [`${plot.dataset.chart} ${axis}: ${texts}`] : [];
+}))"""
+"""Axes on which two ticks have the same label."""
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -88,8 +97,8 @@ def test_the_page_has_every_chart_and_loads_nothing(run):
     page = report_page([run])
     shown = charts(page)["0"]
     assert shown.keys() >= {
-        "activity", "gantt", "staleness", "staleness-share", "ratios", "clipping", "entropy-by-staleness",
-        "trust-region", "reward", "reward-distribution", "length", "length-distribution",
+        "activity", "gantt", "staleness", "staleness-share", "ratios", "entropy-by-staleness",
+        "ess", "reward", "reward-distribution", "length", "length-distribution",
     }  # fmt: skip
     shares = shown["staleness-share"]["data"][0]
     assert sum(shares["y"]) == pytest.approx(1, abs=1e-4) and max(shares["x"]) == 3
@@ -108,6 +117,77 @@ def test_what_a_run_holds_ends_no_element(run):
 def test_a_run_without_a_timeline_is_reported(run):
     page = report_page([ReportedRun("old", [], run.history, [])])
     assert "Too few batches" in page and "reward" in charts(page)["0"]
+
+
+def with_clipping(run, share):
+    """The run, with this share of the tokens clipped and none capped in every step."""
+    entries = [
+        {key: value for key, value in entry.items() if "/clip/" not in key and "/w/capped" not in key}
+        for entry in run.history
+    ]
+    shares = {
+        f"a3po/{d}{key}": share * (key == "clip/high")
+        for d in ("", "d0/", "d1/")
+        for key in ("clip/high", "clip/low", "w/capped")
+    }
+    return replace(run, history=[{**entry, **shares} if "reward" in entry else entry for entry in entries])
+
+
+def test_where_nothing_was_clipped_a_sentence_takes_the_place_of_empty_charts(run):
+    says = "No token was clipped, and no w was capped."
+    for share in (0.0, 0.25):
+        page = report_page([with_clipping(run, share)])
+        assert (says in page) == (share == 0.0)
+        assert ({"clipping", "clipping-over-time"} <= charts(page)["0"].keys()) == (share > 0.0)
+    entries = [{key: entry[key] for key in ("step", "reward") if key in entry} for entry in run.history]
+    assert says not in report_page([replace(run, history=entries)])  # not known
+
+
+def test_a_name_has_one_colour_in_all_charts_and_a_chart_has_no_colour_twice(run):
+    shown = charts(report_page([with_clipping(run, 0.25)]))["0"]
+    colours = {}
+    for place, chart in shown.items():
+        named = {trace["name"]: colour_of(trace) for trace in chart["data"] if "name" in trace}
+        assert len(set(named.values())) == len(named), place
+        for name, colour in named.items():
+            assert colours.setdefault(name, colour) == colour, name
+    assert {"clipped low", "engine start", "ready, not taken"} <= colours.keys()
+
+
+def with_tokens(lines):
+    return [line | {"tokens": 8} if line["kind"] == "group" else line for line in lines]
+
+
+def colour_of(trace):
+    return trace.get("fillcolor") or trace["marker"]["color"]
+
+
+def test_what_the_top_of_the_page_says_is_not_repeated_as_a_finding(run):
+    lines = with_tokens([start(), *LINES])
+    said, problem, other = verdict_of(lines).sentence, "PROBLEM: it ended.", "Forecast: as measured."
+    page = report_page([replace(run, lines=lines, findings=[said, problem, other])])
+    assert [page.count(escape(words)) for words in (said, problem, other)] == [1, 1, 1]
+    assert "Findings of trl-a3po doctor" in page
+    assert "Findings of trl-a3po doctor" not in report_page([replace(run, lines=lines, findings=[said, problem])])
+
+
+def test_the_time_in_the_engine_is_told_from_the_time_between_two_groups(run):
+    """Four groups that were submitted together and are sampled one after the other, a second and a half each."""
+    lines = [group(10.0, 10.0 + 1.5 * n, 20.0, 20.0, 20.0) for n in range(1, 5)]
+    page = report_page([replace(run, lines=with_tokens(lines))])
+    assert re.search(r"<th scope=\"row\">in the engine</th><td>3.75</td>", page)
+    assert "it finished a group every 1.5 s." in page
+
+
+def test_the_axis_of_ratios_shows_small_differences_and_large_factors():
+    def axis(least, most):
+        entry = {"step": 1, "reward": 0.0, "a3po/d1/fraction": 1.0}
+        ends = {"a3po/d1/w/mean": 1.0, "a3po/d1/w/min": least, "a3po/d1/w/max": most}
+        return ratios_by_staleness([{**entry, **ends}], {"w": "w"})["layout"]["yaxis"]
+
+    assert axis(0.998, 1.001).get("type") is None and "tickformat" not in axis(0.998, 1.001)
+    assert axis(0.1, 9.0)["type"] == "log"
+    assert axis(0.0, 9.0).get("type") is None  # a logarithm has no place for 0
 
 
 def test_samples_are_packed_as_they_were_kept():
@@ -188,6 +268,7 @@ def test_a_browser_draws_every_chart_without_a_request(opened, run, width, schem
     assert tab.faults == []
     assert tab.evaluate("document.querySelectorAll('.plot:not(:has(svg))').length") == 0
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.evaluate(TWICE) == []
 
 
 @pytest.mark.long

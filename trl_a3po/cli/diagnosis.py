@@ -13,9 +13,7 @@ from typing import Any
 
 import trl_a3po.errors
 from trl_a3po.checkpoints import checkpoint
-from trl_a3po.planning.earlier_run import in_words
-from trl_a3po.planning.finished_run import finished_run
-from trl_a3po.planning.forecast import forecast
+from trl_a3po.cli.beside_measured import beside_measured
 from trl_a3po.report.left_out import rows_left_out
 from trl_a3po.report.timeline import NAME, read_timeline
 from trl_a3po.report.verdict import verdict_of
@@ -84,21 +82,9 @@ def _of_timeline(lines: list[dict[str, Any]]) -> Iterator[str]:
     yield from _of_rows(lines)
     if (verdict := verdict_of(lines)) is not None:
         yield verdict.sentence
-    yield from _forecast(lines)
+    if (forecast := beside_measured(lines)) is not None:
+        yield forecast
     yield from _of_logs([line["logged"] for line in kinds["log"] if line.get("logged")])
-
-
-def _forecast(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """The forecast of the run itself, if it was long enough for its rates."""
-    try:
-        run = finished_run(lines)
-    except ValueError:
-        return
-    made = forecast(run.work, run.rates, run.split, run.rules)
-    yield (
-        f"Forecast from the rates of the run: {in_words(made)}. Measured: {run.step_seconds:.3g} s per step, waiting "
-        f"{run.waiting:.0%}. trl-a3po plan forecasts other settings."
-    )
 
 
 def _of_groups(groups: list[dict[str, Any]]) -> Iterator[str]:

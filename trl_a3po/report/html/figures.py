@@ -20,14 +20,23 @@ Figure = dict[str, Any]
 
 MOST_POINTS = 300
 GANTT_TAKES, GANTT_GROUPS = 8, 400
+LOG_FROM = 4.0  # times the smallest ratio, from which the axis of ratios is logarithmic
 PHASE_COLOURS = dict(zip(PHASES, ("$blue", "$sand", "$amber", "$pale"), strict=True))
 TRAINER_COLOURS = {
     "training": "$slate",
     "publishing": "$green",
     "waiting": "$orange",
     "evaluation": "$violet",
-    "engine start": "$pale",
+    "engine start": "$teal",
 }
+QUANTITY_COLOURS = {  # in every chart
+    "effective sample size": "$blue",
+    "clipped high": "$orange",
+    "clipped low": "$green",
+    "w capped": "$violet",
+}
+OUTSIDE = {"clipped high": "clip/high", "clipped low": "clip/low", "w capped": "w/capped"}
+"""Shares of the tokens that the trust region or the cap holds back: name -> metric."""
 RUN_COLOURS = ("$blue", "$orange", "$green", "$violet", "$amber", "$red", "$ink")
 
 
@@ -38,19 +47,11 @@ def charts_of_run(run: ReportedRun) -> dict[str, Figure]:
         "gantt": gantt(run.lines),
         "staleness": staleness_over_time(run.steps),
         "staleness-share": staleness_of_tokens(run.steps),
-        "ratios": by_staleness(run.steps, {"w": "w", "r": "r", "ρ": "rho"}, "mean, and from smallest to largest"),
-        "clipping": shares_by_staleness(run.steps),
+        "ratios": ratios_by_staleness(run.steps, {"w": "w", "r": "r", "ρ": "rho"}),
+        "clipping": clipping_by_staleness(run.steps),
         "entropy-by-staleness": entropy_by_staleness(run.steps),
-        "trust-region": lines_over_time(
-            run.steps,
-            {
-                "effective sample size": "a3po/ess",
-                "clipped high": "a3po/clip/high",
-                "clipped low": "a3po/clip/low",
-                "w capped": "a3po/w/capped",
-            },
-            axis="share of the tokens",
-        ),
+        "ess": effective_sample_size(run.steps),
+        "clipping-over-time": clipping_over_time(run.steps),
         "reward": reward_over_time(run.steps),
         "reward-distribution": histogram(
             [sum(v for v in r["rewards"].values() if v is not None) for r in run.rollouts], "reward of a rollout"
@@ -166,7 +167,7 @@ def staleness_over_time(steps: Lines) -> Figure | None:
             {**_area(x, np.array(share), _named(d), shade(place, len(values)), "tokens"), "hovertemplate": "%{y:.1%}"}
         )
     x, mean = binned(entries, "a3po/staleness/mean")
-    data.append(_line(x, mean, "mean staleness (right)", "$line") | {"yaxis": "y2"})
+    data.append(_line(x, mean, "mean staleness (right)", "$orange") | {"yaxis": "y2"})
     layout = {
         "xaxis": {"title": {"text": "optimizer step"}},
         "yaxis": {"range": [0, 1], "tickformat": ".0%", "title": {"text": "tokens"}},
@@ -195,12 +196,13 @@ def staleness_of_tokens(steps: Lines) -> Figure | None:
         "hovertemplate": "%{y:.1%} of the tokens",
         "showlegend": False,
     }
-    layout = {"xaxis": _staleness_axis(values), "yaxis": {"tickformat": ".0%", "rangemode": "tozero"}}
+    layout = {"xaxis": _staleness_axis(values), "yaxis": {"tickformat": ".3~%", "rangemode": "tozero"}}
     return {"data": [bars], "layout": layout}
 
 
-def by_staleness(steps: Lines, quantities: dict[str, str], what: str) -> Figure | None:
-    """For each staleness, the mean of each quantity over the steps, and how small and how large it was."""
+def ratios_by_staleness(steps: Lines, quantities: dict[str, str]) -> Figure | None:
+    """For each staleness, the mean of each ratio over the steps, and how small and how large it was. The axis is
+    logarithmic where the ratios differ by a factor, so that 1/2 is as far from 1 as 2 is."""
     values = staleness_values(steps)
     data: list[Figure] = []
     for (label, key), colour in zip(quantities.items(), RUN_COLOURS, strict=False):
@@ -232,19 +234,41 @@ def by_staleness(steps: Lines, quantities: dict[str, str], what: str) -> Figure 
         trace["x"] = [d + 0.16 * (place - (len(data) - 1) / 2) for d in trace["x"]]
     if not data:
         return None
-    axis = {"title": {"text": what}, "type": "log", "tickformat": ".3~g", "nticks": 6}
+    ends = [np.array(trace["y"]) + sign * np.array(trace["error_y"][side])
+            for trace in data for sign, side in ((1, "array"), (-1, "arrayminus"))]  # fmt: skip
+    least, most = np.min(ends), np.max(ends)
+    axis: dict[str, Any] = {"title": {"text": "ratio"}, "nticks": 6}
+    if least > 0 and most / least > LOG_FROM:
+        axis |= {"type": "log", "tickformat": ".3~g"}
     return {"data": data, "layout": {"xaxis": _staleness_axis(values), "yaxis": axis, "hovermode": "closest"}}
 
 
-def shares_by_staleness(steps: Lines) -> Figure | None:
-    """For each staleness, the share of tokens that were clipped or capped, over all steps."""
-    values = staleness_values(steps)
+def effective_sample_size(steps: Lines) -> Figure | None:
+    """The effective sample size of ρ over the steps."""
+    figure = lines_over_time(steps, {"effective sample size": "a3po/ess"}, axis="effective / trained tokens")
+    if figure is not None:
+        figure["layout"]["yaxis"]["rangemode"] = "tozero"
+    return figure
+
+
+def anything_outside(steps: Lines) -> bool | None:
+    """Whether any token was clipped or had its weight capped; `None` if that was not logged."""
+    shares = [entry[f"a3po/{key}"] for entry in steps for key in OUTSIDE.values() if f"a3po/{key}" in entry]
+    return any(shares) if shares else None
+
+
+def clipping_over_time(steps: Lines) -> Figure | None:
+    """The shares of tokens that were clipped or capped, if any were."""
+    if not anything_outside(steps):
+        return None
+    return lines_over_time(steps, {name: f"a3po/{key}" for name, key in OUTSIDE.items()}, axis="share of the tokens")
+
+
+def clipping_by_staleness(steps: Lines) -> Figure | None:
+    """For each staleness, the share of tokens that were clipped or capped, over all steps, if any were."""
+    values = staleness_values(steps) if anything_outside(steps) else []
     data = []
-    for label, key, colour in (
-        ("clipped high", "clip/high", "$orange"),
-        ("clipped low", "clip/low", "$blue"),
-        ("w capped", "w/capped", "$violet"),
-    ):
+    for label, key in OUTSIDE.items():
         found = [d for d in values if _has(steps, f"a3po/d{d}/{key}")]
         if found:
             shares = [_weighted(steps, d, key) for d in found]
@@ -254,18 +278,18 @@ def shares_by_staleness(steps: Lines) -> Figure | None:
                     "name": label,
                     "x": found,
                     "y": _numbers(shares),
-                    "marker": {"color": colour},
+                    "marker": {"color": QUANTITY_COLOURS[label]},
                     "hovertemplate": f"{label}: %{{y:.2%}}",
                 }
             )
     if not data:
         return None
-    axis = {"tickformat": ".1~%", "rangemode": "tozero", "title": {"text": "tokens"}}
+    axis = {"tickformat": ".3~%", "rangemode": "tozero", "title": {"text": "tokens"}}
     return {"data": data, "layout": {"xaxis": _staleness_axis(values), "yaxis": axis, "barmode": "group"}}
 
 
 def entropy_by_staleness(steps: Lines) -> Figure | None:
-    """The mean entropy of the policy, and the effective sample size, at the tokens of each staleness."""
+    """The mean entropy of the policy at the tokens of each staleness."""
     values = [d for d in staleness_values(steps) if _has(steps, f"a3po/d{d}/entropy")]
     if not values:
         return None
@@ -332,7 +356,7 @@ def lengths_over_time(steps: Lines) -> Figure | None:
 def lines_over_time(steps: Lines, quantities: dict[str, str], *, axis: str) -> Figure | None:
     """One line for each quantity that was logged."""
     data = [
-        _line(*binned(steps, key), label, colour)
+        _line(*binned(steps, key), label, QUANTITY_COLOURS.get(label, colour))
         for (label, key), colour in zip(quantities.items(), RUN_COLOURS, strict=False)
         if _has(steps, key)
     ]
@@ -340,7 +364,7 @@ def lines_over_time(steps: Lines, quantities: dict[str, str], *, axis: str) -> F
         return None
     layout: dict[str, Any] = {"xaxis": {"title": {"text": "optimizer step"}}, "yaxis": {"title": {"text": axis}}}
     if axis.startswith("share"):
-        layout["yaxis"] |= {"tickformat": ".0%", "range": [-0.02, 1.04]}
+        layout["yaxis"] |= {"tickformat": ".3~%", "rangemode": "tozero"}
     return {"data": data, "layout": layout}
 
 

@@ -22,7 +22,7 @@ Lines = list[dict[str, Any]]
 
 TIMES = ("time", "began", "ended", "submitted", "finished", "scoring", "scored")
 PHASES = {  # of a group: from, to
-    "sampling": ("submitted", "finished"),
+    "in the engine": ("submitted", "finished"),
     "in line for rewards": ("finished", "scoring"),
     "rewards": ("scoring", "scored"),
     "ready, not taken": ("scored", "ended"),

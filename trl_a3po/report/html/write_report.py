@@ -21,6 +21,7 @@ from trl_a3po import __version__
 from trl_a3po.report.html.activity import seconds_by_phase
 from trl_a3po.report.html.figures import (
     RUN_COLOURS,
+    anything_outside,
     charts_of_comparison,
     charts_of_run,
     staleness_values,
@@ -77,6 +78,7 @@ def report_page(runs: Sequence[ReportedRun]) -> str:
 def _shown(run: ReportedRun) -> dict[str, Any]:
     """What the template shows of a run."""
     verdict = verdict_of(run.lines)
+    said = () if verdict is None else (verdict.sentence,)
     return {
         "name": run.name,
         "verdict": None if verdict is None else {"limit": verdict.limit, "sentence": verdict.sentence},
@@ -84,7 +86,10 @@ def _shown(run: ReportedRun) -> dict[str, Any]:
         "phases": _phases(run),
         "outcomes": run.outcomes,
         "warnings": run.warnings,
-        "findings": run.findings,
+        "problems": [finding for finding in run.findings if finding.startswith("PROBLEM")],
+        "findings": [finding for finding in run.findings if finding not in said and not finding.startswith("PROBLEM")],
+        "nothing_outside": anything_outside(run.steps) is False,
+        "group_every": _group_every(run),
         "settings": {name: _text(value) for name, value in run.changed_settings.items()},
         "all_settings": {name: _text(value) for name, value in sorted(run.settings.items())},
         "packages": run.start.get("packages", {}),
@@ -108,7 +113,7 @@ def _facts(run: ReportedRun) -> dict[str, str]:
         facts["staleness, mean and largest"] = f"{fmean(stale):.2f}, {max(staleness_values(steps), default=0)}"
     seconds = times_of_step(run)
     if seconds:
-        facts["a step"] = f"{sum(seconds.values()):.2f} s"
+        facts["a step, after the first"] = f"{sum(seconds.values()):.2f} s"
         facts["of which the trainer waited"] = f"{seconds['waiting'] / max(1e-9, sum(seconds.values())):.0%}"
     tokens = sum(line["tokens"] for line in run.of_kind("group"))
     if tokens and run.seconds:
@@ -127,6 +132,19 @@ def _phases(run: ReportedRun) -> list[tuple[str, list[str]]]:
             numbers = (median(ordered), ordered[int(0.95 * (len(ordered) - 1))], ordered[-1])
             table.append((phase, [f"{number:.2f}" for number in numbers]))
     return table
+
+
+def _group_every(run: ReportedRun) -> str | None:
+    """Seconds in which the engine had work, for each group that it finished."""
+    spans = [(g["submitted"], g["finished"]) for g in run.of_kind("group") if g["submitted"] and g["finished"]]
+    busy, until = 0.0, 0.0
+    for submitted, finished in sorted(spans):
+        busy += max(0.0, finished - max(submitted, until))
+        until = max(until, finished)
+    if not spans:
+        return None
+    seconds = busy / len(spans)
+    return f"{seconds:.2g}" if seconds < 10 else f"{seconds:.0f}"
 
 
 def _different_settings(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
