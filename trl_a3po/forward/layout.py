@@ -96,21 +96,31 @@ class PackedBatch:
     places: torch.Tensor
 
 
+Range = tuple[int, int]  # the first of some consecutive numbers, and how many there are
+
+
 class _RowBuilder:
     """Appends sequences of a padded batch to a packed row."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
-        self.tokens: list[torch.Tensor] = []
-        self.positions: list[torch.Tensor] = []
+        self.tokens: list[Range] = []
+        self.positions: list[Range] = []
 
     def add(self, first: int, length: int, position: int, prefix: int | None = None) -> Segment:
         """Append `length` tokens of the flattened batch, from place `first` on, the first one at `position`."""
         start = self.segments[-1].end if self.segments else 0
         self.segments.append(Segment(start, length, prefix))
-        self.tokens.append(torch.arange(first, first + length))
-        self.positions.append(torch.arange(position, position + length))
+        self.tokens.append((first, length))
+        self.positions.append((position, length))
         return self.segments[-1]
+
+
+def _joined(ranges: Sequence[Range]) -> torch.Tensor:
+    """The numbers of all ranges, one range after another."""
+    firsts, counts = torch.tensor(ranges).unbind(1)
+    before = counts.cumsum(0) - counts
+    return torch.arange(int(counts.sum())) + torch.repeat_interleave(firsts - before, counts)
 
 
 def pack(
@@ -134,33 +144,34 @@ def pack(
     sharing = _sharing_groups(groups, completions)
 
     packed = _RowBuilder()
-    scored: list[tuple[int, torch.Tensor]] = []  # row of the batch, places in the packed row
+    scored: list[int] = []  # rows of the batch
+    scoring: list[Range] = []  # places in the packed row
     for rows in sharing:
         length = prompts[rows[0]]
         packed.add(rows[0] * width + split - length, length, 0)
     for number, rows in enumerate(sharing):
         prompt = packed.segments[number]
         for row in rows:
-            places = torch.tensor([prompt.end - 1])
+            scored.append(row)
+            scoring.append((prompt.end - 1, 1))
             if completions[row] > 1:
                 own = packed.add(row * width + split, completions[row] - 1, prompt.length, number)
-                places = torch.cat([places, torch.arange(own.start, own.end)])
-            scored.append((row, places))
+                scoring.append((own.start, own.length))
     shared_rows = set(chain.from_iterable(sharing))
     for row in range(size):
         if completions[row] == 0 or row in shared_rows:
             continue
         own = packed.add(row * width + split - prompts[row], prompts[row] + completions[row] - 1, 0)
-        scored.append((row, torch.arange(own.start + prompts[row] - 1, own.end)))
+        scored.append(row)
+        scoring.append((own.start + prompts[row] - 1, completions[row]))
 
-    counts = [(row, torch.arange(completions[row])) for row, _ in scored]
     return PackedBatch(
         row=PackedRow(tuple(packed.segments)),
-        tokens=torch.cat(packed.tokens),
-        positions=torch.cat(packed.positions),
-        scoring=torch.cat([places for _, places in scored]),
-        targets=torch.cat([row * width + split + count for row, count in counts]),
-        places=torch.cat([row * completion_width + count for row, count in counts]),
+        tokens=_joined(packed.tokens),
+        positions=_joined(packed.positions),
+        scoring=_joined(scoring),
+        targets=_joined([(row * width + split, completions[row]) for row in scored]),
+        places=_joined([(row * completion_width, completions[row]) for row in scored]),
     )
 
 
@@ -189,8 +200,8 @@ def lengths(attention_mask: torch.Tensor, completion_width: int) -> tuple[list[i
 def rows_by_prompt(input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int) -> list[list[int]]:
     """The rows of each distinct prompt, in the order of their first rows; `(B, S)` tensors on the CPU."""
     split = input_ids.shape[1] - completion_width
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for row in range(len(input_ids)):
-        prompt = input_ids[row, :split][attention_mask[row, :split].bool()]
-        by_prompt.setdefault(tuple(prompt.tolist()), []).append(row)
+    prompts = torch.where(attention_mask[:, :split].bool(), input_ids[:, :split], -1).numpy()
+    by_prompt: dict[bytes, list[int]] = {}  # padded alike, on the left
+    for row, prompt in enumerate(prompts):
+        by_prompt.setdefault(prompt.tobytes(), []).append(row)
     return list(by_prompt.values())

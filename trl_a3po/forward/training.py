@@ -320,18 +320,18 @@ class TrainingForward:
         shares = self._args.shared_prompt != "off"
         groups = rows_by_prompt(ids, mask, width) if shares else [[row] for row in range(len(ids))]
         order = torch.tensor(micro_batch_order(costs, groups, rows))
-        return [take_rows(slices, order[start : start + rows]) for start in range(0, len(order), rows)]
+        return in_order(slices, order, rows)
 
 
-def take_rows(slices: list[dict[str, Any]], rows: torch.Tensor) -> dict[str, Any]:
-    """A micro-batch of the rows with the numbers `rows`, counted over all of `slices`. Values that are not one per row
-    are taken from the first slice."""
-    return {
-        name: torch.cat([part[name] for part in slices])[rows.to(value.device)]
-        if isinstance(value, torch.Tensor) and value.ndim
-        else value
+def in_order(slices: list[dict[str, Any]], order: torch.Tensor, rows: int) -> list[dict[str, Any]]:
+    """Micro-batches of `rows` rows each: those of all `slices`, in this `order`. Values that are not one per row are
+    those of the first slice."""
+    split = {
+        name: torch.cat([part[name] for part in slices])[order.to(value.device)].split(rows)
         for name, value in slices[0].items()
+        if isinstance(value, torch.Tensor) and value.ndim
     }
+    return [slices[0] | {name: parts[number] for name, parts in split.items()} for number in range(len(slices))]
 
 
 def shortest_window(config: Any) -> float:

@@ -92,9 +92,13 @@ class RolloutLog:
             batch: as TRL has prepared it: `advantages` is `(B,)` or `(B, T)`.
         """
         advantages = batch["advantages"].reshape(len(rows), -1)[:, 0].tolist()
+        prompt_texts: dict[int, str] = {}  # by the identity of the prompt, which the rollouts of a group share
         for row, place, reward, advantage in zip(rows, places, rewards, advantages, strict=True):
             if is_kept(row[0].prompt.index, self.share):
-                facts = {"version": version, **self._facts(row, reward)}
+                prompt = prompt_ids_of(row)
+                if id(prompt) not in prompt_texts:
+                    prompt_texts[id(prompt)] = self._texts.text(prompt[-MOST_TOKENS:])
+                facts = {"version": version, **self._facts(row, reward, prompt_texts[id(prompt)])}
                 self._untrained[place] = {**facts, "advantage": _number(advantage)}
 
     def trained(self, places: torch.Tensor, version: int, **per_token: torch.Tensor | None) -> None:
@@ -104,13 +108,17 @@ class RolloutLog:
             places: `(B,)`, as `taken` was given them.
             per_token: each `(B, T)` or `(B, 1)`, aligned with the completion; what is `None` is left out.
         """
+        if not self._untrained:
+            return
+        given = {name: values.detach().float() for name, values in per_token.items() if values is not None}
+        # In one copy, because every copy waits for the device.
+        table = torch.stack(torch.broadcast_tensors(*given.values())).cpu()
         for i, place in enumerate(places.tolist()):
             kept = self._untrained.pop(place, None)
             if kept is None:
                 continue
-            for name, values in per_token.items():
-                if values is not None:
-                    kept[name] = _rounded(values[i].detach().float(), len(kept["tokens"]))
+            rows = table[:, i, : len(kept["tokens"])]
+            kept |= dict(zip(given, _rounded(rows), strict=True))
             self._trained.append({"trained_version": version, **kept})
 
     def write(self, team: Team, log: Timeline | None) -> None:
@@ -123,22 +131,21 @@ class RolloutLog:
         if every is None or log is None:
             return
         for kept in sorted((kept for part in every for kept in part), key=lambda k: (k["prompt"], k["rollout"])):
-            log.write("rollout", **kept)
+            log.write_many_numbers("rollout", kept)
         log.flush()
 
-    def _facts(self, row: Row, reward: Sequence[float]) -> Kept:
+    def _facts(self, row: Row, reward: Sequence[float], prompt_text: str) -> Kept:
         group, number = row
         rollout = group.rollouts[number]
         token_ids = rollout.token_ids[:MOST_TOKENS]
-        prompt = prompt_ids_of(row)
         return {
             "prompt": group.prompt.index,
             "rollout": number,
             "finish_reason": rollout.finish_reason,
             "length": len(rollout.token_ids),
-            "prompt_length": len(prompt),
+            "prompt_length": len(prompt_ids_of(row)),
             **({} if (images := images_of_row(row)) is None else {"images": len(images.images)}),
-            "prompt_text": self._texts.text(prompt[-MOST_TOKENS:]),
+            "prompt_text": prompt_text,
             "rewards": dict(zip(self._reward_names, map(_number, reward), strict=True)),
             "tokens": self._texts.each(token_ids),
             "versions": rollout.versions[:MOST_TOKENS],
@@ -173,9 +180,8 @@ def _number(value: float) -> float | None:
     return round(value, 6) if math.isfinite(value) else None
 
 
-def _rounded(values: torch.Tensor, length: int) -> list[float | None]:
-    aligned = values.expand(length) if values.numel() == 1 else values[:length]
-    rounded: list[float | None] = aligned.double().round(decimals=4).tolist()
-    if bool(aligned.isfinite().all()):
+def _rounded(rows: torch.Tensor) -> list[list[float | None]]:
+    rounded: list[list[float | None]] = rows.double().round(decimals=4).tolist()
+    if bool(rows.isfinite().all()):
         return rounded
-    return [value if value is not None and math.isfinite(value) else None for value in rounded]
+    return [[value if value is not None and math.isfinite(value) else None for value in row] for row in rounded]

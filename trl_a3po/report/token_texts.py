@@ -27,12 +27,18 @@ class TokenTexts:
 
     def each(self, token_ids: Sequence[int]) -> list[str]:
         """One text for each token."""
+        for token_id in set(token_ids) - self._known.keys():
+            self._known[token_id] = self._alone(token_id)
+        texts = [self._known[token_id] for token_id in token_ids]
+        return self._merged(token_ids, texts) if any(INCOMPLETE in text for text in texts) else texts
+
+    def _merged(self, token_ids: Sequence[int], alone: Sequence[str]) -> list[str]:
+        """The texts, where some token is not a character `alone`."""
         texts: list[str] = []
         pending: list[int] = []  # tokens that are no characters yet
-        for token_id in token_ids:
-            alone = self._alone(token_id)
-            if not pending and INCOMPLETE not in alone:
-                texts.append(alone)
+        for token_id, text in zip(token_ids, alone, strict=True):
+            if not pending and INCOMPLETE not in text:
+                texts.append(text)
                 continue
             pending.append(token_id)
             together = self.text(pending)
@@ -45,7 +51,5 @@ class TokenTexts:
 
     def _alone(self, token_id: int) -> str:
         """The text of a token in the middle of others: some tokenizers drop the space before a first token."""
-        if token_id not in self._known:
-            once, twice = self.text([token_id]), self.text([token_id, token_id])
-            self._known[token_id] = twice[len(once) :] if twice.startswith(once) else once
-        return self._known[token_id]
+        once, twice = self.text([token_id]), self.text([token_id, token_id])
+        return twice[len(once) :] if twice.startswith(once) else once
