@@ -12,6 +12,9 @@ import torch
 from torch.nn.functional import pad
 
 
+MOST_ENTRIES = 2**23  # that are reduced at once: 64 MiB in float64
+
+
 @dataclass(frozen=True)
 class Tally:
     """Count, sum, sum of squares, minimum and maximum of Q quantities, one column per staleness value `0..S-1`.
@@ -48,20 +51,19 @@ class Tally:
             )
         # Sums over a long run of tokens need more than fp32, which is all that MPS has.
         dtype = torch.float32 if mask.device.type == "mps" else torch.float64
-        table = torch.stack([value.detach().to(dtype) for value in values.values()])
-        columns = [mask] if staleness is None else _staleness_columns(staleness, mask)
-        reductions: dict[str, list[torch.Tensor]] = {"sums": [], "squares": [], "minima": [], "maxima": []}
-        over = tuple(range(1, table.dim()))
-        for column in columns:
-            inside = torch.where(column, table, 0)
-            reductions["sums"].append(inside.sum(over))
-            reductions["squares"].append(inside.square().sum(over))
-            reductions["minima"].append(torch.where(column, table, torch.inf).amin(over))
-            reductions["maxima"].append(torch.where(column, table, -torch.inf).amax(over))
+        table = torch.stack([value.detach() for value in values.values()]).to(dtype).flatten(1)
+        columns = mask[None] if staleness is None else _staleness_columns(staleness, mask)
+        columns = columns.flatten(1)
+        at_once = max(1, MOST_ENTRIES // max(1, table.numel()))
+        reduced = [_reduced(table, some) for some in columns.split(at_once)]
+        sums, squares, minima, maxima = (torch.cat(parts, dim=1) for parts in zip(*reduced, strict=True))
         return cls(
             names=tuple(values),
-            count=torch.stack([column.sum() for column in columns]).to(dtype),
-            **{name: torch.stack(vectors, dim=1) for name, vectors in reductions.items()},
+            count=columns.sum(1).to(dtype),
+            sums=sums,
+            squares=squares,
+            minima=minima,
+            maxima=maxima,
             by_staleness=staleness is not None,
         )
 
@@ -127,6 +129,8 @@ class Tally:
         )
 
     def _padded(self, size: int) -> Self:
+        if size == len(self.count):
+            return self
         missing = (0, size - len(self.count))
         return replace(
             self._each(lambda tensor: pad(tensor, missing)),
@@ -263,7 +267,18 @@ class _Column:
         return {f"{name}/mean": self.mean(name), f"{name}/min": self.minima[name], f"{name}/max": self.maxima[name]}
 
 
-def _staleness_columns(staleness: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
-    """One mask per staleness value, 0 to the largest."""
+def _staleness_columns(staleness: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """One mask per staleness value, 0 to the largest, in the first dimension."""
     largest = int(torch.where(mask, staleness, 0).max())
-    return [mask & (staleness == d) for d in range(largest + 1)]
+    values = torch.arange(largest + 1, dtype=staleness.dtype, device=staleness.device)
+    return mask & (staleness == values.view(-1, *[1] * mask.dim()))
+
+
+def _reduced(table: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Sums, sums of squares, minima and maxima, each `(Q, S)`, of the values `(Q, N)` in each of the masks `(S, N)`.
+
+    All masks in one operation: on a GPU, starting an operation takes longer than these take."""
+    table = table[:, None]
+    inside = torch.where(columns, table, 0)
+    least, most = torch.where(columns, table, torch.inf), torch.where(columns, table, -torch.inf)
+    return inside.sum(-1), inside.square().sum(-1), least.amin(-1), most.amax(-1)
