@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_a3po.objectives import (
     DecoupledStats,
@@ -17,6 +18,7 @@ from trl_a3po.objectives import (
     decoupled_loss,
     spo_anchor,
 )
+from trl_a3po.objectives import stats as stats_module
 
 ANCHORS = [decoupled_anchor, asympo_anchor, spo_anchor]
 
@@ -172,6 +174,33 @@ def test_statistics_hold_no_graph_and_no_per_token_tensor(make_batch):
     stats = stats_of(decoupled_anchor, batch.but(policy_logps=batch.fresh_policy()))
     assert not stats.sums.requires_grad
     assert stats.sums.shape == (len(stats.names), 9)
+
+
+def test_statistics_do_not_depend_on_how_many_values_are_reduced_at_once(make_batch, monkeypatch):
+    batch = make_batch()
+    at_once = stats_of(decoupled_anchor, batch).metrics()
+    monkeypatch.setattr(stats_module, "MOST_ENTRIES", 1)
+    assert stats_of(decoupled_anchor, batch).metrics() == pytest.approx(at_once, rel=1e-14)
+
+
+class CountedOperations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_older_tokens_take_no_further_operations(make_batch):
+    """On a GPU, the time of starting them is the time of the statistics."""
+    counts = []
+    for oldest in (1, 8):
+        with CountedOperations() as operations:
+            stats_of(decoupled_anchor, make_batch(max_staleness=oldest))
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
 
 
 def test_metrics_are_plain_floats(make_batch):

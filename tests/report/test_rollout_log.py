@@ -138,6 +138,40 @@ def test_numbers_are_rounded_to_four_decimals():
     assert kept["policy_logps"] == [round(value, 4) for value in noise.tolist()]
 
 
+class Copies(torch.Tensor):
+    """A tensor of a device: counts how often the host waits for what it holds."""
+
+    count = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        Copies.count += func in (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__)
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result.as_subclass(torch.Tensor) if func is torch.Tensor.cpu else result
+
+
+def test_the_numbers_of_a_micro_batch_are_copied_to_the_host_once():
+    log = RolloutLog(tiny_tokenizer(), ["reward"])
+    numbers = {name: torch.randn(3, 4).as_subclass(Copies) for name in ("policy_logps", "entropies")}
+    log.trained(torch.arange(3), 1, **numbers)  # of which none is kept
+    assert Copies.count == 0
+    log._untrained = {place: {"tokens": ["a"] * (place + 1)} for place in range(3)}
+    log.trained(torch.arange(3), 1, **numbers, weights=torch.ones(3, 1))
+    assert [len(kept["entropies"]) for kept in log._trained] == [1, 2, 3]
+    assert [kept["weights"] for kept in log._trained] == [[1], [1, 1], [1, 1, 1]]
+    assert Copies.count == 1
+
+
+def test_a_line_of_many_numbers_reads_as_any_other(tmp_path):
+    timeline = Timeline(tmp_path / NAME)
+    facts = {"tokens": ["a", "é", "🙂"], "logps": [-0.1234, None, 0.0], "versions": [3, -1], "rewards": {"a b": 1e-7}}
+    timeline.write("rollout", **facts)
+    timeline.write_many_numbers("rollout", facts)
+    timeline.flush()
+    one, other = read_timeline(tmp_path / NAME, "rollout")
+    assert one | {"time": 0} == other | {"time": 0} and one["time"] <= other["time"]
+
+
 def test_a_log_prob_that_is_not_a_number_is_null():
     log = RolloutLog(tiny_tokenizer(), ["reward"])
     log._untrained = {3: {"tokens": ["a", "b"]}}

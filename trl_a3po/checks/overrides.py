@@ -64,10 +64,15 @@ def check_preparation(
             "have returned in the background. Change the result of super()._calculate_rewards(...), or do the work "
             "in reward_funcs or on_group."
         )
-    width = batch["completion_ids"].shape[1]
-    tokens = [list(rollout.token_ids) for rollout in rollouts_of(rows)]
-    padded = [ids + [pad_token_id] * (width - len(ids)) for ids in tokens]
-    if batch["completion_ids"].tolist() != padded:
+    completion_ids, tokens = (
+        batch["completion_ids"].cpu().long(),
+        [list(rollout.token_ids) for rollout in rollouts_of(rows)],
+    )
+    padded = torch.full((len(tokens), max(map(len, tokens))), pad_token_id)
+    for row, ids in enumerate(tokens):
+        padded[row, : len(ids)] = torch.tensor(ids)
+    width = padded.shape[1]  # TRL may pad further
+    if not (torch.equal(completion_ids[:, :width], padded) and (completion_ids[:, width:] == pad_token_id).all()):
         raise RuntimeError(
             f"{name} changed the completions of the engine, whose log-probs would belong to other tokens: change them "
             "in on_group, which returns rollouts with their log-probs and versions."

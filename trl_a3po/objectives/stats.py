@@ -11,7 +11,6 @@ from typing import ClassVar, Self
 import torch
 from torch.nn.functional import pad
 
-
 MOST_ENTRIES = 2**23  # that are reduced at once: 64 MiB in float64
 
 
