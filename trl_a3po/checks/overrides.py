@@ -64,10 +64,8 @@ def check_preparation(
             "have returned in the background. Change the result of super()._calculate_rewards(...), or do the work "
             "in reward_funcs or on_group."
         )
-    completion_ids, tokens = (
-        batch["completion_ids"].cpu().long(),
-        [list(rollout.token_ids) for rollout in rollouts_of(rows)],
-    )
+    completion_ids = batch["completion_ids"].cpu().long()
+    tokens = [list(rollout.token_ids) for rollout in rollouts_of(rows)]
     padded = torch.full((len(tokens), max(map(len, tokens))), pad_token_id)
     for row, ids in enumerate(tokens):
         padded[row, : len(ids)] = torch.tensor(ids)
