@@ -163,7 +163,7 @@ def test_the_numbers_of_a_micro_batch_are_copied_to_the_host_once():
 
 
 def test_a_line_of_many_numbers_reads_as_any_other(tmp_path):
-    timeline = Timeline(tmp_path / NAME)
+    timeline = Timeline(tmp_path / NAME, run="a", version=0, resumed=False)
     facts = {"tokens": ["a", "é", "🙂"], "logps": [-0.1234, None, 0.0], "versions": [3, -1], "rewards": {"a b": 1e-7}}
     timeline.write("rollout", **facts)
     timeline.write_many_numbers("rollout", facts)
