@@ -144,17 +144,23 @@ def step_notes(arguments: argparse.Namespace, warm: int, measured: Callable[[], 
 
 
 def step_clock(seconds: list[float]):
-    """A callback that appends the seconds of each optimizer step to `seconds`."""
+    """A callback that appends the seconds of each optimizer step to `seconds`, from the end of the one before: some
+    trainers prepare a batch, or log, between two steps."""
     from transformers import TrainerCallback
 
     class StepClock(TrainerCallback):
+        began: float | None = None
+
         def on_step_begin(self, *args, **kwargs):
-            self.began = time.perf_counter()
+            if self.began is None:  # the first step
+                self.began = time.perf_counter()
 
         def on_step_end(self, *args, **kwargs):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - self.began)
+            now = time.perf_counter()
+            seconds.append(now - self.began)
+            self.began = now
 
     return StepClock()
 

@@ -149,7 +149,7 @@ class RolloutLog:
             "rewards": dict(zip(self._reward_names, map(_number, reward), strict=True)),
             "tokens": self._texts.each(token_ids),
             "versions": rollout.versions[:MOST_TOKENS],
-            "behavior_logps": [round(logp, 4) for logp in rollout.logps[:MOST_TOKENS]],
+            "behavior_logps": _rounded(torch.tensor([rollout.logps[:MOST_TOKENS]], dtype=torch.float64))[0],
         }
 
 
