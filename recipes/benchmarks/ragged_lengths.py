@@ -50,6 +50,7 @@ def parse_arguments():
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a completion, at most")
     parser.add_argument("--vocabulary", type=int, default=512, help="tokens, one of which ends a completion")
     parser.add_argument("--max_staleness", type=int, default=4)
+    parser.add_argument("--slots", type=int, default=256, help="completions that the engine of an a3po arm decodes")
     parser.add_argument("--steps", type=int, default=12, help="measured steps")
     parser.add_argument("--cpu", action="store_true", help="to try the script")
     parser.add_argument("--vllm_python", default=sys.executable)
@@ -118,6 +119,7 @@ def train_a3po(arguments, options: set[str]) -> dict[str, float]:
         engine=engine,
         engine_device="cpu" if arguments.cpu else generating(options),
         engine_dtype="float32" if arguments.cpu else "bfloat16",
+        engine_slots=arguments.slots,
         engine_max_prompt_tokens=2 * arguments.prompt_tokens,  # some words are two tokens
         log_all_metrics=True,
         **({"vllm_python": arguments.vllm_python, "vllm_gpu_memory_utilization": 0.4} if engine == "vllm" else {}),
