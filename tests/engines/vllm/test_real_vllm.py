@@ -23,7 +23,7 @@ from trl_a3po.publish.delivery import DeliveryCheck, ProbeTokens
 from trl_a3po.publish.gap_watch import GapWatch
 from trl_a3po.publish.local_policy import LocalPolicy
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1000)]
 
 
 def check_versions(trainer: CheckingTrainer, *, exact_after_a_publish: bool) -> None:
