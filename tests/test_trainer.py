@@ -1,15 +1,17 @@
 """The trainer's hooks: alignment of versions, the objective's gradient, bounds, failures and endings."""
 
+import itertools
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import pandas
 import pytest
 import torch
 from peft import LoraConfig
 
-from tests.runs import TakeRecorder
+from tests.runs import TakeRecorder, logged
 from tests.tiny import VOCAB, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.errors import EngineError, RewardError
@@ -357,16 +359,20 @@ def test_drift_within_a_batch_is_logged_apart_from_its_staleness(model_path, tmp
     assert [entry["a3po/staleness/max"] for entry in steps] == [0, 0, 0, 3, 3, 3, 3, 3, 3]
 
 
-def test_the_share_of_time_that_either_side_waits_is_logged(model_path, tmp_path):
+def test_the_share_of_time_that_either_side_waits_is_logged(model_path, tmp_path, monkeypatch):
+    ten_seconds_a_batch = SimpleNamespace(perf_counter=itertools.count(0.0, 10.0).__next__)
+    monkeypatch.setattr("trl_a3po.report.take_metrics.time", ten_seconds_a_batch)
+
     def slow(completion_ids, **kwargs):
         time.sleep(0.2)
         return reward(completion_ids)
 
     trainer = build(model_path, tmp_path, reward_funcs=slow, max_staleness=1, max_steps=5)
     trainer.train()
-    idle = [entry["a3po/time/idle_share"] for entry in trainer.state.log_history if "a3po/time/idle_share" in entry]
-    assert len(idle) == 4 and all(0 <= share <= 1 for share in idle) and max(idle) > 0.3
-    assert all(entry["a3po/time/blocked"] >= 0 for entry in trainer.state.log_history if "a3po/time/blocked" in entry)
+    waited = logged(trainer, "a3po/time/wait")
+    assert len(waited) == 5 and waited[0] > 0.2
+    assert logged(trainer, "a3po/time/idle_share") == pytest.approx([seconds / 10 for seconds in waited[1:]], rel=1e-3)
+    assert all(seconds >= 0 for seconds in logged(trainer, "a3po/time/blocked"))
 
 
 # --- rewards ------------------------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ def test_weights_published_to_a_worker_that_dies_before_loading_them_are_served_
     survivor.assert_serves_current_weights(requests)
 
 
+@pytest.mark.long
 def test_a_turn_whose_slot_was_lost_with_a_worker_is_prefilled_again_and_counted(survivor):
     before = survivor.engine.stats().turns_prefilled_again
 
