@@ -5,21 +5,28 @@ Guarantees: only reads; each finding is a sentence that says what to set or do.
 
 import inspect
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import trl_a3po.errors
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.cli.beside_measured import beside_measured
+from trl_a3po.cli.log_errors import OURS, LoggedError, last_error
 from trl_a3po.report.left_out import rows_left_out
 from trl_a3po.report.timeline import NAME, read_timeline
 from trl_a3po.report.verdict import verdict_of
 from trl_a3po.rollout.left_out import reasons_in_words, row_in_words
 
-ERRORS = {name: kind for name, kind in vars(trl_a3po.errors).items() if isinstance(kind, type)}
+KNOWN = {
+    "OutOfMemoryError": "a GPU has no memory left. Lower per_device_train_batch_size and raise "
+    "gradient_accumulation_steps, set gradient_checkpointing=True, or give the engine a GPU of its own "
+    "(engine_device). The plan (dry_run=True) says what needs how much memory.",
+    "ModuleNotFoundError": "the environment of this process lacks the module: install it there.",
+    "KeyboardInterrupt": "somebody pressed Ctrl-C, or interrupted the notebook's cell. Nothing has failed; the run "
+    "goes on with resume_from_checkpoint=True.",
+}
+"""Errors of other libraries, and what to do about them."""
 MOSTLY = 0.5  # share of a number, above which it is named
 
 
@@ -48,15 +55,41 @@ def _of_checkpoints(folders: list[Path]) -> Iterator[str]:
 
 
 def _of_text(text: str) -> Iterator[str]:
-    """The last of our errors in `text`, with what its class says to do."""
-    found = list(re.finditer(rf"^(?:\w+\.)*({'|'.join(ERRORS)}): (.*)$", text, re.MULTILINE))
-    if not found:
-        yield "The text holds no error of trl_a3po: give the output of the process that failed first."
+    """The error that a log ends with, where it was raised, and what is known of it."""
+    error = last_error(text)
+    if error is None:
+        yield "The text holds no traceback and no error of trl_a3po: give the output of the process that failed first."
         return
-    name, message = found[-1].groups()
-    advice = " ".join((inspect.getdoc(ERRORS[name]) or "").split("\n\n")[-1].split())
-    yield f"PROBLEM: {name}: {message}"
-    yield f"{name}: {advice}"
+    frame = error.last_frame
+    where = "" if frame is None else f" ({'raised below ' * _is_below(error)}{frame})"
+    yield f"PROBLEM: {error}{where}"
+    yield _known(error) if error.kind is None else f"{error.kind}: {_known(error)}"
+    if error.quoted is not None:
+        yield f"The worker printed {error.quoted}" + (f" ({error.quoted.frames[-1]})" if error.quoted.frames else "")
+
+
+def _is_below(error: LoggedError) -> bool:
+    """Whether the error was raised in a library that its last frame of interest has called."""
+    return bool(error.frames) and error.frames[-1].is_of_a_library
+
+
+def _known(error: LoggedError) -> str:
+    """What to do about an error."""
+    if error.kind is None:
+        return "The text ends before it says which error this is: give the rest of the output too."
+    if error.kind in OURS:
+        return " ".join((inspect.getdoc(OURS[error.kind]) or "").split("\n\n")[-1].split())
+    if error.kind in KNOWN:
+        return KNOWN[error.kind]
+    frame = error.last_frame
+    if frame is None or _is_below(error):
+        where = f"a library raised it, in {error.frames[-1]}" if error.frames else "there is no traceback of it"
+        return f"{where}. Look for its message in the library's documentation and issues."
+    if not frame.is_ours:
+        return "your own code raised it, in the line named above. Correct it, then resume from the last checkpoint."
+    if error.kind in ("ValueError", "TypeError"):
+        return "trl_a3po refuses a setting, the data or an argument. The message says which one, and what to do."
+    return "trl_a3po does not raise this on purpose: report it with the whole traceback and what trl-a3po env prints."
 
 
 def _of_timeline(lines: list[dict[str, Any]]) -> Iterator[str]:
