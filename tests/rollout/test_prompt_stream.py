@@ -71,13 +71,14 @@ def test_a_stream_whose_rows_are_all_left_out_says_why():
     def tokenize(row):
         return [1] if row["number"] < 2 else LeftOut("broken" if row["number"] % 4 else "too long", f"{row} is bad")
 
-    stream, expected = (
-        make_prompts(tokenize=tokenize),
-        r"1000 .* \(750 broken, 250 too long\), up to row 1001 .* so that",
-    )
+    seen = []
+    stream = make_prompts(tokenize=tokenize, row_left_out=lambda *row: seen.append(row))
+    expected = r"1000 .* \(750 broken, 250 too long\), up to row 1001 .* so that"
     for _ in range(2):
         with pytest.raises(ValueError, match=expected + r" .* The last one: \{'number': 1001\} is bad"):
             stream.fill(3)
+    assert stream.left_out == {"broken": 750, "too long": 250}
+    assert [number for number, _ in seen] == list(range(2, 1002))
 
 
 def test_every_row_that_is_left_out_is_reported_and_counted():

@@ -7,6 +7,7 @@ from tests.runs import TakeRecorder, build, logged
 from tests.tiny import tiny_prompts
 from trl_a3po.report.left_out import rows_left_out
 from trl_a3po.report.timeline import read_timeline
+from trl_a3po.report.watch_view import watch_view
 from trl_a3po.session import prompt_rows
 from trl_a3po.session.left_out_rows import WARNINGS
 
@@ -90,6 +91,17 @@ def test_warnings_of_rows_that_are_left_out_are_bounded(model_path, tmp_path, ca
     assert len(warnings) == WARNINGS
     assert warnings[-1].endswith("Further rows with an overlong prompt are counted without a warning.")
     assert len(read_timeline(trainer.args.output_dir, "left_out")) == 20
+
+
+def test_a_run_that_ends_because_no_row_fits_counts_as_many_as_its_error_says(model_path, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_a3po.rollout.prompt_stream.LEFT_OUT_IN_A_ROW", 20)
+    rows = tiny_prompts().to_list()
+    stream = IterableDataset.from_generator(lambda: iter([*rows[:4], *[{**rows[0], "prompt": LONG}] * 50]))
+    trainer = build(model_path, tmp_path, train_dataset=stream, shuffle_dataset=False)
+    with pytest.raises(ValueError, match=r"20 rows in a row are left out \(20 with an overlong prompt\)"):
+        trainer.train()
+    lines = read_timeline(trainer.args.output_dir)
+    assert rows_left_out(lines) == watch_view(lines).left_out == {"with an overlong prompt": 20}
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_completion_length": 200}], ids=["", "longer than the context"])

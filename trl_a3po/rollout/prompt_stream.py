@@ -58,6 +58,7 @@ class PromptStream:
         self.source_ended = False
         self.left_out: Counter[str] = Counter()
         self._in_a_row: Counter[str] = Counter()  # of those, since the last row that was not left out
+        self._none_fits: str | None = None  # why the stream has ended for good
         self._ahead: list[tuple[int, str]] = []  # of those, the numbers and reasons of which some are after the cursor
 
     @property
@@ -108,10 +109,12 @@ class PromptStream:
         """Tokenise until `count` prompts are buffered or the source ends. Main thread only.
 
         Raises:
-            ValueError: a row's prompt has no tokens, or `LEFT_OUT_IN_A_ROW` rows in a row are left out. The next call
-                raises for the same row.
+            ValueError: a row's prompt has no tokens, or `LEFT_OUT_IN_A_ROW` rows in a row are left out. Every
+                further call raises the same.
         """
         while len(self._buffer) < count and not self.source_ended:
+            if self._none_fits is not None:
+                raise ValueError(self._none_fits)
             if self._row is None:
                 try:
                     self._row = next(self._source)
@@ -133,13 +136,6 @@ class PromptStream:
             self._row = None
 
     def _leave_out_row(self, left_out: LeftOut) -> None:
-        if self._in_a_row.total() + 1 >= LEFT_OUT_IN_A_ROW:
-            counts = self._in_a_row + Counter([left_out.reason])
-            raise ValueError(
-                f"{counts.total()} rows in a row are left out ({reasons_in_words(counts)}), up to row "
-                f"{self._tokenised} of the prompt stream, so that nothing is left to train on. The last one: "
-                f"{left_out.text}"
-            )
         self.left_out[left_out.reason] += 1
         self._in_a_row[left_out.reason] += 1
         self._ahead = [row for row in self._ahead if row[0] >= self.cursor]
@@ -147,6 +143,12 @@ class PromptStream:
         self._row_left_out(self._tokenised, left_out)
         self._tokenised += 1
         self._row = None
+        if self._in_a_row.total() >= LEFT_OUT_IN_A_ROW:
+            self._none_fits = (
+                f"{self._in_a_row.total()} rows in a row are left out ({reasons_in_words(self._in_a_row)}), up to row "
+                f"{self._tokenised - 1} of the prompt stream, so that nothing is left to train on. The last one: "
+                f"{left_out.text}"
+            )
 
     def peek(self, count: int) -> list[Prompt]:
         """The next `count` prompts, or as many as are left. They stay in the stream. Main thread only.
