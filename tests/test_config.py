@@ -108,7 +108,14 @@ REFUSED = [
     ({"vllm_server_urls": ["http://a:1"]}, "set engine='vllm'"),
     ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 has no effect with engine='transformers'"),
     ({"engine": "vllm", "vllm_tensor_parallel_size": 2}, "set engine_device to them, such as ['cuda:0', 'cuda:1']"),
-    ({"engine": "vllm", "vllm_tensor_parallel_size": 2, "engine_device": ["cpu", "cpu"]}, "does not name 2 GPUs or"),
+    (
+        {"engine": "vllm", "vllm_tensor_parallel_size": 2, "engine_device": ["cpu", "cpu"]},
+        "names the CPU, over which no",
+    ),
+    (
+        {"engine": "vllm", "vllm_python": "/no/such/python"},
+        "vllm_python='/no/such/python' is no program",
+    ),
     ({"engine": "vllm", "vllm_tensor_parallel_size": 0}, "vllm_tensor_parallel_size=0 must be a whole number"),
     (
         {"engine": "vllm", "vllm_server_urls": ["http://a:1"], "vllm_tensor_parallel_size": 2},

@@ -16,6 +16,7 @@ from trl.trainer.utils import get_callable_name
 
 from trl_a3po.checks.policy import check_parallelism
 from trl_a3po.checks.processor import check_shows_images
+from trl_a3po.checks.vllm_python import check_vllm_python
 from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_engine import check_engine
 from trl_a3po.models.unwrap import base_model
@@ -39,6 +40,7 @@ def check_arguments(
     if not isinstance(args, A3POConfig):
         raise TypeError(f"args is a {type(args).__name__}: pass an A3POConfig, which takes every field of GRPOConfig.")
     check_engine(args)  # which may have been set after the configuration was made
+    check_vllm_python(args)
     _check_rollout_func(rollout_func, tools=tools, environment_factory=environment_factory)
     _check_tools(tools)
     _check_factory(environment_factory)

@@ -4,6 +4,7 @@ Guarantees: an engine given by name can be built from the settings; an engine ob
 `trl_a3po.protocol.engine.Engine`; a setting that this engine would not follow is refused.
 """
 
+import shutil
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -83,6 +84,7 @@ def _check_vllm(config: "A3POConfig") -> None:
         )
     if not config.vllm_server_urls:
         _check_no_server_settings(config)
+        _check_interpreter(config)
         _check_tensor_parallel(config)
     if config.vllm_server_urls and config.engine_slots is not None:
         raise ValueError(
@@ -102,12 +104,30 @@ def _check_no_server_settings(config: "A3POConfig") -> None:
             )
 
 
+def _check_interpreter(config: "A3POConfig") -> None:
+    """Whether there is such a program; `checks/vllm_python.py` asks it for vLLM."""
+    if config.process_index != 0 or config.vllm_python is None:  # the engine runs on the main process's machine
+        return
+    if shutil.which(config.vllm_python) is None:
+        raise ValueError(
+            f"vllm_python={config.vllm_python!r} is no program that can be run here: set it to the Python interpreter "
+            "of an environment with vLLM, such as '/path/to/venv/bin/python', or leave it out if vLLM is installed "
+            "beside the trainer."
+        )
+
+
 def _check_tensor_parallel(config: "A3POConfig") -> None:
     size = config.vllm_tensor_parallel_size
     if type(size) is not int or size < 2:
         return
     devices = [torch.device(name) for name in config.engine_devices]
-    if not devices or len(devices) % size or any(device.type == "cpu" for device in devices):
+    if any(device.type == "cpu" for device in devices):
+        raise ValueError(
+            f"vllm_tensor_parallel_size={size} spreads each replica over {size} GPUs, and engine_device="
+            f"{config.engine_device!r} names the CPU, over which no replica is spread: leave "
+            f"vllm_tensor_parallel_size at 1, or set engine_device to {size} GPUs."
+        )
+    if not devices or len(devices) % size:
         raise ValueError(
             f"vllm_tensor_parallel_size={size} spreads each replica over {size} GPUs, and engine_device="
             f"{config.engine_device!r} does not name {size} GPUs or a multiple of {size}: set engine_device to them, "

@@ -272,6 +272,8 @@ class Supervisor:
             case ("loaded", _):
                 self._loading = False
                 self._ready_once = True
+            case ("unusable", why):
+                self._end_with(why)
             case ("events", events):
                 self._requests.ended(events)
             case ("scored", key, answer, version):

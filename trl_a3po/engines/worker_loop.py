@@ -5,7 +5,8 @@ weights or newer ones; a request that cannot be served fails alone; the process 
 that ends the process is the last thing it prints.
 
 Messages in: `setup`, `load`, `submit`, `cancel`, `end_episodes`, `score`. Messages out: `built`, `loaded`, `events`,
-`progress`, `scored`, and `warning`, one for each warning of the library.
+`progress`, `scored`, `unusable` of a worker that no other one could replace, and `warning`, one for each warning of
+the library.
 """
 
 import logging

@@ -27,6 +27,10 @@ OLDEST_WITH_IMAGES = (0, 31)
 _ADAPTER = "policy"
 
 
+class OtherVersion(RuntimeError):
+    """vLLM is older or newer than what this code was written for."""
+
+
 class Output(NamedTuple):
     """What a batch sampled for one sequence.
 
@@ -198,10 +202,14 @@ def sampling_params(
 
 
 def check_version(*, images: bool = False) -> None:
-    """Raise `RuntimeError` for a version of vLLM that this code was not written for.
+    """Import vLLM.
 
     Args:
         images: prompts may have images.
+
+    Raises:
+        OtherVersion: this code was not written for this version of vLLM.
+        Exception: whatever importing vLLM raises.
     """
     import vllm
 
@@ -212,10 +220,11 @@ def check_version(*, images: bool = False) -> None:
     if not from_source and not oldest <= numbers <= NEWEST:
         range_ = _named(NEWEST) if oldest == NEWEST else f"{_named(oldest)} to {_named(NEWEST)}"
         way_out = "set engine='transformers'" if images else "start a server and set vllm_server_urls"
-        raise RuntimeError(
+        raise OtherVersion(
             f"engine='vllm' runs vLLM {range_} in a process of its own{' for prompts with images' * images}, and this "
             f"one is {vllm.__version__}: install another one, or {way_out}."
         )
+    from vllm import EngineArgs, LLMEngine  # noqa: F401  # vLLM loads what it is made of when it is asked for it
 
 
 def _named(version: tuple[int, int]) -> str:

@@ -8,6 +8,7 @@ import copy
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 import weakref
 import zlib
@@ -162,6 +163,7 @@ class VLLMEngine(WorkerEngine):
             images=self._processor is not None,
             nested_tower=has_nested_tower(config),
             ranks=self._ranks,
+            interpreter=f"vllm_python={None if self._python == sys.executable else self._python!r}",
         )
         return pickle.dumps(setup)
 

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import tempfile
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker, util
@@ -38,6 +39,7 @@ class Setup:
         folder: of the model, where the worker may write; the engine removes it.
         images: prompts may have images, and the model's folder holds its processor.
         nested_tower: as `base_weights` takes it.
+        interpreter: the setting that names the interpreter, for errors.
         ranks: processes that hold the model, each a part of it; the worker itself if it is one.
     """
 
@@ -52,6 +54,7 @@ class Setup:
     images: bool = False
     nested_tower: bool = False
     ranks: int = 1
+    interpreter: str = "vllm_python=None"
 
 
 def _set_up(channel: Channel) -> "tuple[Load, VLLMDecoder]":
@@ -68,7 +71,12 @@ def _set_up(channel: Channel) -> "tuple[Load, VLLMDecoder]":
     if setup.ranks > 1:
         _prepare_ranks(setup.folder)
         handle = for_children(handle)
-    check_version(images=setup.images)  # imports vLLM, while the weights may still be being written
+    try:
+        check_version(images=setup.images)  # imports vLLM, while the weights may still be being written
+    except Exception as error:
+        traceback.print_exc()
+        channel.send(("unusable", _sentence(error, setup.interpreter)))
+        raise
     channel.send(("built",))
     _, version, _ = channel.receive_one()
     adapters = setup.adapter is not None
@@ -91,6 +99,18 @@ def _set_up(channel: Channel) -> "tuple[Load, VLLMDecoder]":
     decoder = VLLMDecoder(core, setup.sampling, sampling_params, version=version, **setup.decoder)
     channel.send(("loaded", version))
     return load, decoder
+
+
+def _sentence(error: Exception, interpreter: str) -> str:
+    from trl_a3po.engines.vllm.process.vllm_core import OtherVersion
+
+    if isinstance(error, OtherVersion):
+        return str(error)
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    return (
+        f"{interpreter} has a vLLM that cannot be imported ({what}): repair its environment, set vllm_python to an "
+        "interpreter whose vLLM can be imported, or set vllm_server_urls to running servers."
+    )
 
 
 def share_beside(share: float, staged_bytes: int, *, total_bytes: int) -> float:
