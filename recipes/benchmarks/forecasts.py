@@ -9,8 +9,10 @@ timeline. The policy is tiny, and artificial delays make the runs reproducible: 
 time, with as many slots as it is given, and training takes a given time for each token. With `--engine transformers`,
 nothing is delayed but the rewards.
 
-The rates are measured once, in the run `calibration`, whose schedule is "sync". The other runs have other settings,
-and are forecast from those rates and from these settings. `error` is that of the forecast.
+The rates are measured once, in the runs `calibration` and `small_batches`, whose schedule is "sync" and whose
+micro-batches differ. The other runs have other settings, and are forecast from those rates and from these settings, as
+`trl-a3po plan --run calibration --run small_batches` does. `error` is that of the forecast, `from one` its error from
+`calibration` alone, and `own` that from the rates of the run itself, which leaves only the rules of the queue.
 """
 
 import argparse
@@ -32,8 +34,8 @@ from transformers import TrainerCallback
 
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.cli.smoke import save_smoke_model, smoke_rows
-from trl_a3po.planning.finished_run import FinishedRun, finished_run
-from trl_a3po.planning.forecast import forecast
+from trl_a3po.planning.finished_run import FinishedRun, finished_run, rates_of
+from trl_a3po.planning.forecast import Forecast, forecast
 from trl_a3po.planning.workload import Fixed
 from trl_a3po.protocol.engine import EngineEvent, GroupFinished, GroupRequest
 from trl_a3po.protocol.records import Rollout
@@ -64,15 +66,18 @@ class Measured:
     reward: float = 0.002
 
 
+SMALL = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+RATES = ("calibration", "small_batches")
 RUNS = {
     "calibration": Measured({"schedule": "sync"}),
+    "small_batches": Measured({"schedule": "sync", **SMALL}),
     "balanced": Measured(),
     "slow_engine": Measured(slots=6),
     "slow_training": Measured({"num_iterations": 2}),
     "slow_reward": Measured(reward=0.12),
     "small_staleness": Measured({"max_staleness": 1}, slots=12),
     "ragged": Measured({"max_staleness": 1, "max_completion_length": 240}, mean=60.0),
-    "periodic": Measured({"schedule": "periodic", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}),
+    "periodic": Measured({"schedule": "periodic", **SMALL}),
     "fixed_lag": Measured({"schedule": "fixed_lag", "max_staleness": 1}),
 }  # fmt: skip
 
@@ -192,12 +197,11 @@ def make_run(run: Measured, folder: Path, engine: str) -> None:
         trainer.train()
 
 
-def forecast_of(run: Measured, own: FinishedRun, calibration: FinishedRun):
-    """The forecast of a run from the rates of the calibration, and from its own settings."""
-    same_lengths = run.mean == Measured.mean
-    work = replace(calibration.work, reward_seconds=Fixed(run.reward))
-    work = work if same_lengths else replace(work, lengths=own.work.lengths)
-    return forecast(work, calibration.rates, replace(own.split, slots=run.slots), own.rules)
+def forecast_of(run: Measured, own: FinishedRun, rates: Sequence[FinishedRun]) -> Forecast:
+    """The forecast of a run from the rates of others, and from its own settings."""
+    work = replace(rates[0].work, reward_seconds=Fixed(run.reward))
+    work = work if run.mean == Measured.mean else replace(work, lengths=own.work.lengths)
+    return forecast(work, rates_of(rates), replace(own.split, slots=run.slots), own.rules)
 
 
 def main() -> None:
@@ -208,23 +212,27 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers here")
     parsed = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table("run", "measured", "forecast", "error", "waiting", "forecast", "bound", "limit")
+    table = Table("run", "measured", "forecast", "error", "from one", "own", "waiting", "forecast", "bound", "limit")
     numbers = {}
     with TemporaryDirectory() as folder:
         folder = parsed.folder or Path(folder)
-        for name in dict.fromkeys(["calibration", *(parsed.runs or RUNS)]):
+        finished = {}
+        for name in dict.fromkeys([*RATES, *(parsed.runs or RUNS)]):
             if not (folder / name / "timeline.jsonl").is_file():
                 make_run(RUNS[name], folder / name, parsed.engine)
-            own = finished_run(read_timeline(folder / name))
-            if name == "calibration":
-                calibration = own
-                print(calibration.rates)
-            made = forecast_of(RUNS[name], own, calibration)
-            error = made.step_seconds / own.step_seconds - 1
-            numbers[name] = {"measured": own.step_seconds, "forecast": made.step_seconds, "error": error}
+            finished[name] = finished_run(read_timeline(folder / name))
+        rates = [finished[name] for name in RATES]
+        print(rates_of(rates))
+        for name, own in finished.items():
+            made = forecast_of(RUNS[name], own, rates)
+            others = forecast_of(RUNS[name], own, rates[:1]), forecast(own.work, own.rates, own.split, own.rules)
+            errors = [each.step_seconds / own.step_seconds - 1 for each in (made, *others)]
+            numbers[name] = {"measured": own.step_seconds, "forecast": made.step_seconds}
+            numbers[name] |= dict(zip(("error", "from one", "own"), errors, strict=True))
             limit = made.verdict.limit if made.verdict else ""
-            table.add_row(name, f"{own.step_seconds:.3f} s", f"{made.step_seconds:.3f} s", f"{error:+.1%}",
-                          f"{own.waiting:.0%}", f"{made.waiting:.0%}", f"{made.bound:.3f} s", limit)  # fmt: skip
+            table.add_row(name, f"{own.step_seconds:.3f} s", f"{made.step_seconds:.3f} s",
+                          *(f"{error:+.1%}" for error in errors), f"{own.waiting:.0%}", f"{made.waiting:.0%}",
+                          f"{made.bound:.3f} s", limit)  # fmt: skip
     Console().print(table)
     if parsed.json:
         parsed.json.write_text(json.dumps(numbers, indent=1))

@@ -1,8 +1,10 @@
 """What is read from a timeline: a simulated run gives back what it was simulated from."""
 
+from dataclasses import replace
+
 import pytest
 
-from trl_a3po.planning.finished_run import finished_run
+from trl_a3po.planning.finished_run import finished_run, rates_of
 from trl_a3po.planning.forecast import forecast
 from trl_a3po.planning.rates import EngineSpeed, Rates
 from trl_a3po.planning.rules import Rules
@@ -30,6 +32,37 @@ def test_the_rates_of_a_run_are_those_it_ran_at(rules):
     for sequences in (10, 20, 30):
         expected = RATES.engine.tokens_per_second(sequences)
         assert read.rates.engine.tokens_per_second(sequences) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("schedule", ["sync", "periodic"])
+def test_two_runs_with_other_micro_batches_forecast_a_periodic_one(schedule):
+    """Also where one of the two is periodic itself."""
+    rates = replace(RATES, micro_step_seconds=0.05, optimizer_step_seconds=0.3)
+    large = Rules(8, 4, 0, schedule="sync")
+    small = Rules(8, 4, 0, micro_steps_per_take=8, micro_steps_per_step=8, schedule="sync")
+    periodic = Rules(1, 4, 0, 1, 1, 8, 8, schedule="periodic")
+    runs = [finished_run(lines_of(rates, rules)) for rules in (large, small if schedule == "sync" else periodic)]
+    truth = simulate(WORK, rates, Split(slots=200), periodic, takes=160, seed=7)
+    made = forecast(runs[0].work, rates_of(runs), Split(slots=200), periodic)
+    assert made.step_seconds == pytest.approx(truth.seconds / truth.steps, rel=0.05)
+    assert rates_of(runs).micro_step_seconds == pytest.approx(0.05, rel=0.1)
+    assert rates_of(runs).optimizer_step_seconds == pytest.approx(0.3, rel=0.1)
+
+
+def test_sequences_that_wait_for_slots_and_those_that_were_not_finished_are_no_part_of_the_engines_speed():
+    """With two more groups than there are slots for, a few stragglers, and the end of the run in the middle."""
+    rates = Rates(EngineSpeed([(n, n / (0.004 + 0.0001 * n)) for n in (1, 200)]), 5000.0, publish_seconds=0.1)
+    rules = Rules(8, 4, 2, max_in_flight=14)
+    read = finished_run(lines_of(rates, rules, Split(slots=48), takes=25))
+    for sequences in (16, 32, 48):
+        expected = rates.engine.tokens_per_second(sequences)
+        assert read.rates.engine.tokens_per_second(sequences) == pytest.approx(expected, rel=0.1)
+
+
+def test_an_engine_that_idles_and_slows_down_with_each_sequence_has_a_speed():
+    rates = Rates(EngineSpeed([(n, n / (0.02 * n)) for n in (1, 200)]), 200.0, publish_seconds=0.1)
+    read = finished_run(lines_of(rates))
+    assert read.rates.engine.tokens_per_second(16) == pytest.approx(50.0, rel=0.05)
 
 
 def test_where_completions_wait_for_slots_the_engine_has_one_speed():

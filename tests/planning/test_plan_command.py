@@ -57,6 +57,20 @@ def test_other_settings_are_forecast_at_the_rates_of_a_run(run, capsys):
     assert plan["forecasts"][0]["step_seconds"] > planned(capsys, "--run", run)["forecasts"][0]["step_seconds"]
 
 
+def test_what_a_run_with_one_size_of_micro_batches_does_not_tell_is_said(run, tmp_path, capsys):
+    small = Rules(8, 4, 2, micro_steps_per_take=8, micro_steps_per_step=8)
+    (tmp_path / "timeline.jsonl").write_text("\n".join(json.dumps(line) for line in lines_of(rules=small)) + "\n")
+    batch = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8"]
+    others = [*SETTINGS, *batch]
+    unknown = planned(capsys, "--run", run, *others)["unknown"]
+    assert "The runs have 1 of them per optimizer step, and this one has 8" in unknown and "Add a --run" in unknown
+    assert planned(capsys, "--run", run, *SETTINGS)["unknown"] is None
+    between = [*SETTINGS, "--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "2"]
+    assert planned(capsys, "--run", run, *between)["unknown"] is not None
+    assert planned(capsys, "--run", run, "--run", tmp_path, *between)["unknown"] is None
+    assert planned(capsys, "--run", run, "--micro_step_seconds", "0.1", *others)["unknown"] is None
+
+
 def test_settings_come_from_a_recipe_and_from_the_command_line(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_staleness: 3\nnum_generations: 4\nper_device_train_batch_size: 32\nuse_cpu: true\n")

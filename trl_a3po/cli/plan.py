@@ -24,11 +24,12 @@ from trl_a3po.cli.train import parse_command
 from trl_a3po.config import A3POConfig
 from trl_a3po.models.memory import GIB
 from trl_a3po.planning.best_split import best_splits, splits
-from trl_a3po.planning.finished_run import FinishedRun, finished_run
+from trl_a3po.planning.finished_run import FinishedRun, finished_run, rates_of
 from trl_a3po.planning.forecast import Forecast, forecast
 from trl_a3po.planning.rates import EngineSpeed, Rates
 from trl_a3po.planning.rules import Rules
 from trl_a3po.planning.simulation import Split
+from trl_a3po.planning.training_rates import training_rates
 from trl_a3po.planning.workload import Draw, Fixed, Geometric, Workload
 from trl_a3po.report.memory import EngineMemory, TrainerMemory
 from trl_a3po.report.timeline import read_timeline
@@ -39,6 +40,7 @@ EPILOG = """
 examples:
   trl-a3po plan --run outputs/run                                   # the run as it was, forecast and measured
   trl-a3po plan --run outputs/run --config recipe.yaml --max_staleness 1
+  trl-a3po plan --run outputs/run --run outputs/other --config recipe.yaml  # two runs with other micro-batches
   trl-a3po plan --run outputs/run --gpus 8                          # the best split of 8 GPUs like those of the run
   trl-a3po plan --gpus 16 --model Qwen/Qwen3-8B --num_generations 16 --generation_batch_size 1024
                 --max_completion_length 8192 --lengths geometric:3000
@@ -55,11 +57,13 @@ class Plan:
         forecasts: the best one first.
         run: the finished run that was given alone, `None` otherwise.
         memory: GiB by name, of each forecast; empty without a model.
+        unknown: what the rates do not say and the first forecast depends on, `None` if there is nothing.
     """
 
     forecasts: list[Forecast]
     run: FinishedRun | None
     memory: list[dict[str, float]]
+    unknown: str | None = None
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -73,8 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--run", action="append", default=[], type=Path, metavar="RUN", help="output_dir of a finished run, for its "
-        "rates, lengths and rewards, and for its settings if none are given; repeat it for more points of the "
-        "engine's speed")  # fmt: skip
+        "rates, lengths and rewards, and for its settings if none are given; the first one counts if you repeat it, "
+        "and all of them for the speeds of training and of the engine")  # fmt: skip
     add("--config", type=Path, metavar="RECIPE.yaml", help="the settings of the run to forecast")
     add("--model", help="folder or name of the model, for the memory; its weights are not loaded")
     add("--gpus", type=int, help="find the best split of so many GPUs between training and generation")
@@ -90,6 +94,9 @@ def make_parser() -> argparse.ArgumentParser:
         "at the same time, for one or several N (default: measured in the run)")  # fmt: skip
     add("--training_speed", type=float, help="completion tokens per second of one GPU that trains (default: measured)")
     add("--micro_step_seconds", type=float, help="what a micro-step takes besides (default: of the run, or 0)")
+    add(
+        "--optimizer_step_seconds", type=float, help="what an optimizer step takes besides (default: of the run, or 0)"
+    )
     add("--publish_seconds", type=float, help="time that training waits for a publish (default: of the run, or 0)")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
@@ -131,7 +138,8 @@ def make_plan(parsed: argparse.Namespace, settings: Sequence[str]) -> Plan:
         fits = memory.fits if memory is not None and parsed.gpu_memory is not None else lambda split: True
         forecasts = best_splits(work, rates, rules, candidates, fits)
     sizes = [] if memory is None else [memory.of(made, rules, work) for made in forecasts]
-    return Plan(forecasts, runs[0] if alone else None, sizes)
+    unknown = _unknown(parsed, runs, forecasts[0], work, rates, rules)
+    return Plan(forecasts, runs[0] if alone else None, sizes, unknown)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -139,7 +147,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     for row, memory in zip(rows, plan.memory, strict=False):
         row["memory_gib"] = memory
     measured = None if plan.run is None else {"step_seconds": plan.run.step_seconds, "waiting": plan.run.waiting}
-    return {"forecasts": rows, "measured": measured}
+    return {"forecasts": rows, "measured": measured, "unknown": plan.unknown}
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -157,6 +165,8 @@ def show(plan: Plan, console: Console) -> None:
             f"{abs(error):.0%} {'longer' if error > 0 else 'shorter'}.",
             highlight=False,
         )
+    if plan.unknown is not None:
+        console.print(plan.unknown, highlight=False)
     if best.verdict is not None:
         console.print(best.verdict.sentence, highlight=False)
 
@@ -230,7 +240,8 @@ def _lengths(text: str, args: A3POConfig | None) -> Draw:
 
 
 def _rates(parsed: argparse.Namespace, runs: Sequence[FinishedRun]) -> Rates:
-    points = dict(point for run in runs for point in run.rates.engine.points)
+    measured = rates_of(runs) if runs else None
+    points = dict(measured.engine.points) if measured is not None else {}
     if parsed.engine_speed is not None:
         points = dict(map(_point, parsed.engine_speed))
     if not points:
@@ -238,7 +249,6 @@ def _rates(parsed: argparse.Namespace, runs: Sequence[FinishedRun]) -> Rates:
     training = parsed.training_speed
     if training is None and not runs:
         raise ValueError("The speed of training is not known: give --training_speed, or --run RUN.")
-    measured = runs[0].rates if runs else None
 
     def given(value: float | None, name: str) -> float:
         return value if value is not None else getattr(measured, name) if measured is not None else 0.0
@@ -248,6 +258,31 @@ def _rates(parsed: argparse.Namespace, runs: Sequence[FinishedRun]) -> Rates:
         given(training, "training_tokens_per_second"),
         given(parsed.micro_step_seconds, "micro_step_seconds"),
         given(parsed.publish_seconds, "publish_seconds"),
+        given(parsed.optimizer_step_seconds, "optimizer_step_seconds"),
+    )
+
+
+def _unknown(
+    parsed: argparse.Namespace, runs: Sequence[FinishedRun], made: Forecast, work: Workload, rates: Rates, rules: Rules
+) -> str | None:
+    """Whether the forecast depends on how the time besides the tokens is shared out between micro-steps and optimizer
+    steps, which runs with one number of micro-steps do not say."""
+    given = parsed.training_speed, parsed.micro_step_seconds, parsed.optimizer_step_seconds
+    measured = {run.rules.micro_steps_per_step for run in runs}
+    if not runs or any(value is not None for value in given) or rules.micro_steps_per_step in measured:
+        return None
+    if training_rates([run.takes for run in runs]).told_apart:
+        return None
+    (number,) = measured if len(measured) == 1 else (runs[0].rules.micro_steps_per_step,)
+    besides = ""
+    if rates.micro_step_seconds:
+        moved = replace(rates, micro_step_seconds=0.0, optimizer_step_seconds=number * rates.micro_step_seconds)
+        other = forecast(work, moved, made.split, rules).step_seconds
+        besides = f"; if all of it belongs to the optimizer step, a step takes {other:.3g} s"
+    return (
+        f"Not known: how much of the training time belongs to each micro-step. The runs have {number} of them per "
+        f"optimizer step, and this one has {rules.micro_steps_per_step}{besides}. Add a --run of a few steps with "
+        "other micro-batches (per_device_train_batch_size, gradient_accumulation_steps)."
     )
 
 

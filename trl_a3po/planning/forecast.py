@@ -72,7 +72,8 @@ def bound_seconds(work: Workload, rates: Rates, split: Split, rules: Rules) -> f
     training = tokens * rules.num_iterations / (rates.training_tokens_per_second * split.trainers)
     generation_steps = rules.takes_per_generation * rules.steps_per_take
     between = math.ceil(rules.weight_sync_steps / generation_steps) * generation_steps
-    training += rates.micro_step_seconds * rules.micro_steps_per_step + rates.publish_seconds / between
+    training += rates.micro_step_seconds * rules.micro_steps_per_step + rates.optimizer_step_seconds
+    training += rates.publish_seconds / between
     decoded = min(split.slots, rules.takes_in_bound * rules.completions_per_take / split.engines)
     generation = tokens / (rates.engine.fastest(decoded) * split.engines)
     return max(training, generation, groups * work.reward_seconds.mean / rules.reward_workers)

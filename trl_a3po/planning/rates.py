@@ -70,18 +70,20 @@ class Rates:
             backward pass together.
         micro_step_seconds: what a micro-step takes besides, whatever the number of its tokens.
         publish_seconds: time that training waits for a publish.
+        optimizer_step_seconds: what an optimizer step takes besides, whatever the number of its micro-steps.
     """
 
     engine: EngineSpeed
     training_tokens_per_second: float
     micro_step_seconds: float = 0.0
     publish_seconds: float = 0.0
+    optimizer_step_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.training_tokens_per_second > 0:
             raise ValueError(
                 f"training_tokens_per_second is {self.training_tokens_per_second:g}, but it must be positive."
             )
-        for name in ("micro_step_seconds", "publish_seconds"):
+        for name in ("micro_step_seconds", "publish_seconds", "optimizer_step_seconds"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name):g}, but it must be 0 or more, and finite.")

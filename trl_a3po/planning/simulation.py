@@ -177,9 +177,11 @@ class _Run:
                     yield from self._publish(self.version)
                     published = self.version
                 seconds = yield from self._take(self.version)
-            self._spend("training", seconds)
-            yield seconds
-            if (micro_step + 1) % rules.micro_steps_per_step == 0:
+            ends = (micro_step + 1) % rules.micro_steps_per_step == 0
+            training = seconds + self.rates.optimizer_step_seconds * ends
+            self._spend("training", training)
+            yield training
+            if ends:
                 self._end_step()
                 self._end_cycle(micro_step + 1)
             if self.is_over:
@@ -267,6 +269,7 @@ class _Run:
 
     def _end(self) -> None:
         self.is_over = True
+        self.core.close()
         for engine in self.engines:
             engine.settle(self.now)
         self.measured.engine_idle = sum(engine.idle_seconds for engine in self.engines) / len(self.engines)
