@@ -17,6 +17,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 ROUNDING = 1e-6  # seconds
 TURNS = 6
 LEAST_SPREAD = 0.02  # of the number of sequences, as a share of its mean, for their slope to count
+CONTINUED = 4  # times the slots of the run, up to which the line through its decode steps is continued
 FEWEST_GROUPS = 8  # submitted after the first take; with fewer, those before it count too
 
 
@@ -57,7 +58,7 @@ def engine_points(groups: Lines, split: Split, num_generations: int, since: floa
         of_groups = [np.diff(np.interp(spans, times, each))[:, 0] for each in (beside, steps)]
         sequences = of_groups[0] / of_groups[1] / split.engines
         line = _line(sequences[counted], seconds[counted], longest)
-    numbers = [1.0, slots] if line.spread > LEAST_SPREAD * line.middle else [line.middle]
+    numbers = [1.0, CONTINUED * slots] if line.spread > LEAST_SPREAD * line.middle else [line.middle]
     return [(number, number / float(line.seconds(number))) for number in numbers]
 
 
