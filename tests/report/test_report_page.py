@@ -162,6 +162,21 @@ def colour_of(trace):
     return trace.get("fillcolor") or trace["marker"]["color"]
 
 
+def test_the_ratios_are_defined_before_they_are_drawn_or_named(run):
+    page = report_page([run])
+    body = page[page.index("<body>") :]
+    defined = [body.index(f"<dt>{name}</dt>") for name in ("w", "r", "ρ")]
+    assert max(defined) < body.index("w, r and ρ") and max(defined) < body.index("ρ)²")
+
+
+def test_the_effective_sample_size_shares_no_axis_with_shares_of_tokens(run):
+    shown = charts(report_page([with_clipping(run, 0.25)]))["0"]
+    named = {place: [trace.get("name") for trace in chart["data"]] for place, chart in shown.items()}
+    assert named["ess"] == ["effective sample size"]
+    assert sum("effective sample size" in names for names in named.values()) == 1
+    assert "share" not in shown["ess"]["layout"]["yaxis"]["title"]["text"]
+
+
 def test_what_the_top_of_the_page_says_is_not_repeated_as_a_finding(run):
     lines = with_tokens([start(), *LINES])
     said, problem, other = verdict_of(lines).sentence, "PROBLEM: it ended.", "Forecast: as measured."

@@ -275,12 +275,30 @@ def test_once_prints_one_frame_and_changes_nothing(tmp_path, capsys):
 
 
 def test_a_folder_without_a_run_ends_with_a_sentence(tmp_path, capsys):
-    for folder in (tmp_path, tmp_path / "none"):
+    (tmp_path / "notes.txt").write_text("")
+    for folder in (tmp_path, tmp_path / "none", tmp_path / "none" / NAME):
         with pytest.raises(SystemExit) as ended:
             main(["watch", str(folder), "--once"])
         assert ended.value.code == 2
-        said = capsys.readouterr().err
-        assert "holds no timeline.jsonl: give the output_dir of a run." in said and "without --once" in said
+        assert "holds no timeline.jsonl: give the output_dir of a run." in capsys.readouterr().err
+
+
+def test_once_says_of_a_run_that_is_built_and_has_not_begun_that_it_is_starting(model_path, tmp_path, capsys):
+    trainer = build(model_path, tmp_path, max_steps=1)
+    folder = tmp_path / "A3POTrainer"
+    main(["watch", str(folder), "--once"])  # returns, so that the exit code is 0
+    assert f"{folder} is starting" in capsys.readouterr().out and list(folder.iterdir()) == []
+    trainer.train()
+    main(["watch", str(folder), "--once"])
+    assert "is starting" not in capsys.readouterr().out
+
+
+def test_once_says_of_a_file_without_a_line_that_the_run_is_starting(tmp_path, capsys):
+    for content in ("", '{"kind": "sta'):
+        (tmp_path / NAME).write_text(content)
+        for watched in (tmp_path, tmp_path / NAME):
+            main(["watch", str(watched), "--once"])
+            assert "is starting" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ ONE_FRAME = (
     "`from trl_a3po.report.watch import watch; watch({run!r})` goes on until the run ends."
 )
 
-NOT_YET = (
-    " If a run is loading its model and its data, the file is there as soon as train() starts the engine; without "
-    "--once, a terminal waits for it."
+STARTING = (
+    "{run} is starting: there is no step to show yet. {name} is there as soon as train() starts the engine, and a "
+    "terminal waits for it without --once."
 )
 
 
@@ -36,11 +36,11 @@ def watch(run: str | Path, *, once: bool = False, console: Console | None = None
     Args:
         run: the run's `output_dir`, or its `timeline.jsonl`. A run that has not begun in this folder is waited for.
         once: show one frame and return; so does a console that is no terminal, such as a pipe, or the shell of a
-            notebook's cell.
+            notebook's cell. Of a run that has not begun, the frame says that it is starting.
         console: where to show it.
 
     Raises:
-        FileNotFoundError: there is no such folder, or, with `once`, no timeline in it.
+        FileNotFoundError: there is no such folder, or, with `once`, one that holds something else than a run.
         ValueError: the file is not a timeline.
     """
     console = console or Console()
@@ -48,10 +48,12 @@ def watch(run: str | Path, *, once: bool = False, console: Console | None = None
     in_cells_shell = not console.is_jupyter and SHELL_OF_A_CELL.items() <= os.environ.items()
     wants_more, once = not once, once or in_cells_shell or not (console.is_terminal or console.is_jupyter)
     seen = _Run(path if path.suffix == ".jsonl" else path / NAME)
-    if not seen.begun and (once or not path.is_dir()):
-        raise FileNotFoundError(f"{run} holds no {NAME}: give the output_dir of a run.{NOT_YET if once else ''}")
+    if not seen.begun and not (_may_begin(path) if once else path.is_dir()):
+        raise FileNotFoundError(f"{run} holds no {NAME}: give the output_dir of a run.")
     try:
-        if once:
+        if once and not seen.begun:
+            console.print(STARTING.format(run=run, name=NAME), markup=False, highlight=False, soft_wrap=True)
+        elif once:
             console.print(seen.frame(console))
             if in_cells_shell and wants_more:
                 console.print(f"\n{ONE_FRAME.format(run=str(run))}", markup=False, highlight=False, soft_wrap=True)
@@ -61,6 +63,13 @@ def watch(run: str | Path, *, once: bool = False, console: Console | None = None
             _on_terminal(seen, console)
     except KeyboardInterrupt:
         return
+
+
+def _may_begin(path: Path) -> bool:
+    """Whether a run may be about to begin in this folder: a trainer makes it when it is built, and the first files are
+    written when `train` begins."""
+    timeline = path if path.suffix == ".jsonl" else path / NAME
+    return timeline.is_file() or (path.is_dir() and not any(path.iterdir()))
 
 
 class _Run:
