@@ -5,6 +5,7 @@ Guarantees: only reads files of the run; the terminal is left as it was.
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -51,12 +52,8 @@ def watch(run: str | Path, *, once: bool = False, console: Console | None = None
     if not seen.begun and not (_may_begin(path) if once else path.is_dir()):
         raise FileNotFoundError(f"{run} holds no {NAME}: give the output_dir of a run.")
     try:
-        if once and not seen.begun:
-            console.print(STARTING.format(run=run, name=NAME), markup=False, highlight=False, soft_wrap=True)
-        elif once:
-            console.print(seen.frame(console))
-            if in_cells_shell and wants_more:
-                console.print(f"\n{ONE_FRAME.format(run=str(run))}", markup=False, highlight=False, soft_wrap=True)
+        if once:
+            _print_frame(seen, console, str(run), wants_more=wants_more and in_cells_shell)
         elif console.is_jupyter:
             _in_notebook(seen, console)
         else:
@@ -99,6 +96,16 @@ class _Run:
         options = console.options
         name = str(self._tail.path.parent)
         return watch_frame(self._view, name, time.time(), options.max_width, ascii_only=options.ascii_only)
+
+
+def _print_frame(seen: _Run, console: Console, run: str, *, wants_more: bool) -> None:
+    tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    if not seen.begun:
+        tell(STARTING.format(run=run, name=NAME))
+        return
+    console.print(seen.frame(console))
+    if wants_more:
+        tell(f"\n{ONE_FRAME.format(run=run)}")
 
 
 def _on_terminal(seen: _Run, console: Console) -> None:
