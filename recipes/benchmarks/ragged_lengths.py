@@ -176,13 +176,11 @@ def train_grpo(arguments, options: set[str]) -> dict[str, float]:
     return measured()
 
 
-def train_async_grpo(arguments, options: set[str]) -> dict[str, float]:
-    """TRL's AsyncGRPOTrainer. A sample may be a row of several; with one turn, it is a completion."""
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
+def use_torch_kernel() -> None:
+    """Let `torch`'s kernel take the place of the FlashAttention 3 that AsyncGRPOTrainer loads from the Hub."""
+    from trl.experimental.async_grpo import packing
 
     class Kernel:
-        """`flash_attn_varlen_func` of FlashAttention, by `torch`'s kernel."""
-
         @staticmethod
         def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size):
             lengths = cu_q, cu_k, int(max_q), int(max_k)
@@ -190,6 +188,13 @@ def train_async_grpo(arguments, options: set[str]) -> dict[str, float]:
             return attend(q, k, v, *lengths, 0.0, causal, False, scale=softmax_scale)[0]
 
     packing._flash_attn = lambda: Kernel
+
+
+def train_async_grpo(arguments, options: set[str]) -> dict[str, float]:
+    """TRL's AsyncGRPOTrainer. A sample may be a row of several; with one turn, it is a completion."""
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    use_torch_kernel()
     tokenizer, model = policy(arguments)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     text = {"content": {"close_pattern": "<eos>", "content": "text"}}
