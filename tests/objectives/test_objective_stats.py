@@ -179,7 +179,7 @@ def test_statistics_hold_no_graph_and_no_per_token_tensor(make_batch):
 def test_statistics_do_not_depend_on_how_many_values_are_reduced_at_once(make_batch, monkeypatch):
     batch = make_batch()
     at_once = stats_of(decoupled_anchor, batch).metrics()
-    monkeypatch.setattr(stats_module, "MOST_ENTRIES", 1)
+    monkeypatch.setattr(stats_module, "MOST_ENTRIES_ON_CPU", 1)
     assert stats_of(decoupled_anchor, batch).metrics() == pytest.approx(at_once, rel=1e-14)
 
 

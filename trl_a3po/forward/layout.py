@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -118,9 +119,9 @@ class _RowBuilder:
 
 def _joined(ranges: Sequence[Range]) -> torch.Tensor:
     """The numbers of all ranges, one range after another."""
-    firsts, counts = torch.tensor(ranges).unbind(1)
-    before = counts.cumsum(0) - counts
-    return torch.arange(int(counts.sum())) + torch.repeat_interleave(firsts - before, counts)
+    firsts, counts = np.array(ranges).T
+    before = counts.cumsum() - counts
+    return torch.from_numpy(np.arange(counts.sum()) + np.repeat(firsts - before, counts))
 
 
 def pack(

@@ -11,7 +11,8 @@ from typing import ClassVar, Self
 import torch
 from torch.nn.functional import pad
 
-MOST_ENTRIES = 2**23  # that are reduced at once: 64 MiB in float64
+# Entries that are reduced at once: as many as fit into the cache of a core, and 64 MiB on a GPU.
+MOST_ENTRIES_ON_CPU, MOST_ENTRIES = 2**15, 2**23
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Tally:
         table = torch.stack([value.detach() for value in values.values()]).to(dtype).flatten(1)
         columns = mask[None] if staleness is None else _staleness_columns(staleness, mask)
         columns = columns.flatten(1)
-        at_once = max(1, MOST_ENTRIES // max(1, table.numel()))
+        most = MOST_ENTRIES_ON_CPU if table.device.type == "cpu" else MOST_ENTRIES
+        at_once = max(1, most // max(1, table.numel()))
         reduced = [_reduced(table, some) for some in columns.split(at_once)]
         sums, squares, minima, maxima = (torch.cat(parts, dim=1) for parts in zip(*reduced, strict=True))
         return cls(
