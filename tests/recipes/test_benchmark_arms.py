@@ -18,7 +18,7 @@ from arms import add_arguments, end_arm, run_arms, step_notes
 from transformers import TrainerState
 
 parser = argparse.ArgumentParser()
-add_arguments(parser, arms=["hangs", "breaks", "never", "whole"], timeout=20.0, json="numbers.json")
+add_arguments(parser, arms=["hangs", "breaks", "never", "whole"], timeout=45.0, json="numbers.json")
 arguments = parser.parse_args()
 arguments.shape = "no"
 if arguments.arm in ("whole", "breaks"):
@@ -70,7 +70,7 @@ def test_a_whole_arm_has_its_result_alone(run):
 def test_one_cut_at_its_limit_has_the_steps_it_had_measured(run):
     folder, printed = run
     assert numbers(folder, "hangs").items() >= {"step": 0.5, "steps": 3}.items()
-    assert numbers(folder, "hangs")["cut"].startswith("took more than 20 s")
+    assert numbers(folder, "hangs")["cut"].startswith("took more than 45 s")
     assert "SignalException" not in printed
     assert "CUT after 3 measured steps): step 0.5" in printed
 
