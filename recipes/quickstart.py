@@ -67,7 +67,10 @@ def parse_arguments():
     parser.add_argument("--vllm_python", help="interpreter of an environment with vLLM; by default this one")
     parser.add_argument("--output_dir", default="outputs/quickstart")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output_dir")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.resume and not any(Path(arguments.output_dir).glob("checkpoint-*")):
+        parser.error(f"--resume: {arguments.output_dir} has no checkpoint. Leave --resume out, or give --output_dir")
+    return arguments
 
 
 def sums(size: int, seed: int):

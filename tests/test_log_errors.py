@@ -115,7 +115,43 @@ def test_a_workers_traceback_belongs_to_the_error_that_quotes_it(tmp_path):
 
 def test_a_text_without_an_error_says_so(tmp_path):
     (finding,) = findings(tmp_path, "step 1\nstep 2\nTypeErrors are rare.\n")
-    assert finding.startswith("The text holds no traceback and no error of trl_a3po")
+    assert finding.startswith("PROBLEM: the log ends before the training does, and holds no traceback")
+    (finding,) = findings(tmp_path, " \n")
+    assert finding == "PROBLEM: the log is empty: give what the run printed."
+
+
+ENDED = "{'train_runtime': '21.3', 'train_loss': '0.1'}\n"
+
+
+def test_an_error_that_the_training_has_survived_is_not_what_ended_it(tmp_path):
+    survived = trace("ModuleNotFoundError: No module named 'wandb'", TRAIN, TORCH) + "step 1\n" + ENDED
+    assert findings(tmp_path, survived) == ["The training in the log came to its end, and no error follows."]
+    assert str(last_error(survived + trace("OSError: No space left on device", TRAIN))).startswith("OSError")
+
+
+def test_a_traceback_behind_the_terminals_ctrl_c_is_read():
+    assert str(last_error("step 3\n^C" + trace("KeyboardInterrupt", TRAIN))) == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize(
+    "followed",
+    [
+        "RuntimeError: Connection closed by peer [127.0.0.1]:34",
+        "torch.distributed.DistBackendError: Timed out waiting",
+    ],
+)
+@pytest.mark.parametrize("rank", [True, False], ids=["ranks", "plain"])
+def test_what_the_partners_of_a_failed_process_say_is_not_named(followed, rank):
+    first, second = ("[rank1]: ", "[rank0]: ") if rank else ("", "")
+    text = trace("KeyError: 'reward_mean'", TRAIN, rank=first) + trace(followed, TORCH, rank=second)
+    assert str(last_error(text)) == "KeyError: 'reward_mean'"
+
+
+def test_the_rank_that_torchrun_names_is_believed():
+    root = "Root Cause (first observed failure):\n[0]:\n  time      : now\n  rank      : 1 (local_rank: 1)\n"
+    text = trace("KeyError: 'a'", TRAIN, rank="[rank1]: ") + trace("ValueError: later", TRAIN, rank="[rank0]: ") + root
+    assert str(last_error(text)) == "KeyError: 'a'"
+    assert str(last_error(text.removesuffix(root))) == "ValueError: later"
 
 
 def test_pythons_own_tracebacks_are_read(tmp_path):

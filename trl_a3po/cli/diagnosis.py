@@ -12,7 +12,7 @@ from typing import Any
 
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.cli.beside_measured import beside_measured
-from trl_a3po.cli.log_errors import OURS, LoggedError, last_error
+from trl_a3po.cli.log_errors import OURS, LoggedError, came_to_its_end, last_error
 from trl_a3po.report.left_out import rows_left_out
 from trl_a3po.report.timeline import NAME, read_timeline
 from trl_a3po.report.verdict import verdict_of
@@ -57,8 +57,17 @@ def _of_checkpoints(folders: list[Path]) -> Iterator[str]:
 def _of_text(text: str) -> Iterator[str]:
     """The error that a log ends with, where it was raised, and what is known of it."""
     error = last_error(text)
+    if error is None and not text.strip():
+        yield "PROBLEM: the log is empty: give what the run printed."
+        return
+    if error is None and came_to_its_end(text):
+        yield "The training in the log came to its end, and no error follows."
+        return
     if error is None:
-        yield "The text holds no traceback and no error of trl_a3po: give the output of the process that failed first."
+        yield (
+            "PROBLEM: the log ends before the training does, and holds no traceback: the process was killed, still "
+            "runs, or printed its error elsewhere. Give the output of the process that failed first."
+        )
         return
     frame = error.last_frame
     where = "" if frame is None else f" ({'raised below ' * _is_below(error)}{frame})"

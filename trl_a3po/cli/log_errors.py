@@ -1,8 +1,9 @@
 """The errors in what a run has printed: tracebacks, and error lines of this package without one.
 
 Guarantees: pure; tracebacks of ranks (`[rank0]: …`) are read line by line of their own rank; a traceback that a worker
-printed belongs to the error that quotes it; a launcher's error and a `TeamError` follow from another process's error,
-which is named instead if it is there.
+printed belongs to the error that quotes it; a launcher's error, a `TeamError` and a connection that another process
+has closed follow from another process's error, which is named instead if it is there; an error before a training that
+came to its end did not end the run.
 """
 
 import re
@@ -15,7 +16,7 @@ from trl_a3po.errors import TeamError
 OURS = {name: kind for name, kind in vars(trl_a3po.errors).items() if isinstance(kind, type)}
 QUOTES = "It printed:"  # the end of the first line of an error that quotes a worker's output
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_HEADER = re.compile(r"^(?P<rank>(?:[\[(][^\])]*[\])]:? ?)?)\s*Traceback \(most recent call last\):\s*$")
+_HEADER = re.compile(r"^(?:\^C)*(?P<rank>(?:[\[(][^\])]*[\])]:? ?)?)\s*Traceback \(most recent call last\):\s*$")
 _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
 _ERROR = re.compile(r"^(?:[\w<>]+\.)*(?P<kind>[A-Za-z_]\w*)(?:: ?(?P<message>.*))?$")
 _OUR_ERROR = re.compile(rf"^(?:[\[(][^\])]*[\])]:? ?)?(?:\w+\.)*(?P<kind>{'|'.join(OURS)}): (?P<message>.*)$")
@@ -23,6 +24,12 @@ _LIBRARY = re.compile(
     r"[\\/](?:site|dist)-packages[\\/]|[\\/]lib[\\/]python3|^<(?!stdin|ipython)|[\\/]bin[\\/][^\\/.]+$"
 )
 _PACKAGE = re.compile(r"[\\/]trl_a3po[\\/]")
+_RANK = re.compile(r"rank ?(\d+)")
+_ROOT_CAUSE = re.compile(r"^Root Cause.*\n(?:.*\n){0,4}?\s*rank\s*: (\d+)", re.MULTILINE)  # as torchrun says it
+_OF_ANOTHER = re.compile(
+    r"connection (?:closed|reset) by peer|communicator was aborted|timed out waiting|broken pipe", re.IGNORECASE
+)  # what gloo and NCCL say in a process whose partner has ended
+_ENDED = "train_runtime"  # in the Trainer's last line
 _OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "SystemExit")  # where no frame is the user's or ours
 
 
@@ -52,12 +59,14 @@ class LoggedError:
         message: its first line.
         frames: of its traceback, the outermost first; none without a traceback.
         quoted: the error of a worker whose output it quotes.
+        rank: of the process, `None` where its lines do not begin with it.
     """
 
     kind: str | None
     message: str
     frames: tuple[Frame, ...] = ()
     quoted: "LoggedError | None" = None
+    rank: int | None = None
 
     @property
     def last_frame(self) -> Frame | None:
@@ -70,7 +79,7 @@ class LoggedError:
         launcher says of its processes."""
         if self.kind in _OF_LAUNCHERS and self.last_frame is None:
             return 2
-        return int(self.kind == TeamError.__name__)
+        return int(self.kind == TeamError.__name__ or _OF_ANOTHER.search(self.message) is not None)
 
     def __str__(self) -> str:
         if self.kind is None:
@@ -79,10 +88,20 @@ class LoggedError:
 
 
 def last_error(text: str) -> LoggedError | None:
-    """The error that a log ends with, `None` if it has none."""
-    found = _with_quoted(list(_errors(_COLOURS.sub("", text).splitlines())))
+    """The error that ended a run, `None` if its log has none."""
+    text = _COLOURS.sub("", text)
+    text = text[max(0, text.rfind(_ENDED)) :]
+    found = _with_quoted(list(_errors(text.splitlines())))
+    first = _ROOT_CAUSE.search(text)
+    of_the_first = [error for error in found if first is not None and error.rank == int(first[1])]
+    found = of_the_first or found
     nearest = min((error.distance for error in found), default=0)
     return next((error for error in reversed(found) if error.distance == nearest), None)
+
+
+def came_to_its_end(text: str) -> bool:
+    """Whether the log is that of a training that came to its end."""
+    return _ENDED in text
 
 
 def _errors(lines: Sequence[str]) -> Iterator[LoggedError]:
@@ -91,7 +110,8 @@ def _errors(lines: Sequence[str]) -> Iterator[LoggedError]:
     for number, line in enumerate(lines):
         if match := _HEADER.match(line):
             end, error = _traceback(lines, number + 1, match["rank"])
-            ends[end] = error
+            rank = _RANK.search(match["rank"])
+            ends[end] = replace(error, rank=None if rank is None else int(rank[1]))
         elif number not in ends and (match := _OUR_ERROR.match(line)):
             ends[number] = LoggedError(match["kind"], match["message"])
     yield from (ends[number] for number in sorted(ends))
