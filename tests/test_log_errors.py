@@ -140,9 +140,12 @@ def test_a_traceback_behind_the_terminals_ctrl_c_is_read():
         "torch.distributed.DistBackendError: Timed out waiting",
     ],
 )
-@pytest.mark.parametrize("rank", [True, False], ids=["ranks", "plain"])
-def test_what_the_partners_of_a_failed_process_say_is_not_named(followed, rank):
-    first, second = ("[rank1]: ", "[rank0]: ") if rank else ("", "")
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("[rank1]: ", "[rank0]: "), ("[default1]:[rank1]: ", "[default0]:[rank0]: "), ("", "")],
+    ids=["ranks", "tee", "plain"],
+)
+def test_what_the_partners_of_a_failed_process_say_is_not_named(followed, first, second):
     text = trace("KeyError: 'reward_mean'", TRAIN, rank=first) + trace(followed, TORCH, rank=second)
     assert str(last_error(text)) == "KeyError: 'reward_mean'"
 

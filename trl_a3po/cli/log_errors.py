@@ -16,10 +16,11 @@ from trl_a3po.errors import TeamError
 OURS = {name: kind for name, kind in vars(trl_a3po.errors).items() if isinstance(kind, type)}
 QUOTES = "It printed:"  # the end of the first line of an error that quotes a worker's output
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_HEADER = re.compile(r"^(?:\^C)*(?P<rank>(?:[\[(][^\])]*[\])]:? ?)?)\s*Traceback \(most recent call last\):\s*$")
+_PREFIX = r"(?:[\[(][^\])]*[\])]:? ?)*"  # [rank1]:, and [default1]:[rank1]: with --tee of torchrun
+_HEADER = re.compile(rf"^(?:\^C)*(?P<rank>{_PREFIX})\s*Traceback \(most recent call last\):\s*$")
 _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
 _ERROR = re.compile(r"^(?:[\w<>]+\.)*(?P<kind>[A-Za-z_]\w*)(?:: ?(?P<message>.*))?$")
-_OUR_ERROR = re.compile(rf"^(?:[\[(][^\])]*[\])]:? ?)?(?:\w+\.)*(?P<kind>{'|'.join(OURS)}): (?P<message>.*)$")
+_OUR_ERROR = re.compile(rf"^{_PREFIX}(?:\w+\.)*(?P<kind>{'|'.join(OURS)}): (?P<message>.*)$")
 _LIBRARY = re.compile(
     r"[\\/](?:site|dist)-packages[\\/]|[\\/]lib[\\/]python3|^<(?!stdin|ipython)|[\\/]bin[\\/][^\\/.]+$"
 )
