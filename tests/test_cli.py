@@ -1,6 +1,7 @@
 """The command line: functions of one's own, what a bug report needs, pictures of runs, refusals in a sentence."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ from matplotlib.image import imread
 
 from tests.report.test_plot import history
 from trl_a3po.cli.main import main, run_names
+from trl_a3po.cli.options import SettingsError
 from trl_a3po.cli.recipe import find_function, find_rewards
 from trl_a3po.cli.smoke import save_smoke_model
-from trl_a3po.cli.train import run
+from trl_a3po.cli.train import make_parser, parse_command, run
 from trl_a3po.report.history import read_history
 from trl_a3po.report.plot_runs import COLOURS, runs_figure
 
@@ -106,9 +108,159 @@ def test_what_cannot_run_is_refused_before_a_model_is_loaded(tmp_path, changes, 
         run([str(recipe)])
 
 
+def refused(command, *arguments) -> str:
+    """The sentence with which a command ends."""
+    with pytest.raises(SystemExit) as ended:
+        main([command, *map(str, arguments)])
+    sentence = str(ended.value)
+    assert sentence.startswith(f"trl-a3po {command}: ") and len(sentence.splitlines()) == 1
+    return sentence
+
+
 def test_a_recipe_that_does_not_exist_is_named():
-    with pytest.raises(SystemExit, match=r"no recipe 'nowhere\.yaml'"):
-        main(["train", "nowhere.yaml"])
+    assert "there is no recipe 'nowhere.yaml'." in refused("train", "nowhere.yaml")
+    assert "there is no recipe 'nowhere.yaml'." in refused("train", "--config", "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--max_stalenes 3", "there is no option '--max_stalenes'; is it '--max_staleness'?"),
+        ("--max_stalenes=3", "there is no option '--max_stalenes'; is it '--max_staleness'?"),
+        ("--max-stalenes 3", "there is no option '--max-stalenes'; is it '--max_staleness'?"),
+        ("-max_staleness 3", "there is no option '-max_staleness'; is it '--max_staleness'?"),
+        ("--proximal log --max_steps 2", "there is no option '--proximal'; is it '--proximal_method'?"),
+        ("--num_generation 3", "there is no option '--num_generation'; is it '--num_generations'?"),
+        ("--use_pef", "there is no option '--use_pef'; is it '--use_peft'?"),
+        ("--xyzzy 1", "there is no option '--xyzzy'."),
+        ("--max_steps 3 4", "'4' is neither an option nor the value of one: write --name value"),
+        ("max_steps=3", "'max_steps=3' is neither an option nor the value of one: write --name value"),
+        ("--config {recipe}", "several recipes"),
+        ("--max_staleness three", "--max_staleness: invalid int value: 'three'"),
+        ("--max_staleness", "--max_staleness: expected one argument"),
+    ],
+)
+def test_an_option_that_is_none_is_refused_before_anything_is_built(tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("model_name_or_path: no/such-model\nreward_funcs: [nowhere.py:f]\n")
+    for smoke in ([], ["--smoke"]):
+        options_of = options.format(recipe=tmp_path / "recipe.yaml").split()
+        assert words in refused("train", tmp_path / "recipe.yaml", *options_of, *smoke)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_no_option_can_be_abbreviated():
+    parser = make_parser()
+    shorter = {option[:-1] for option in parser._option_string_actions if len(option) > 4}
+    shorter -= parser._option_string_actions.keys()
+    assert len(shorter) > 300
+    assert parser.parse_known_args(sorted(shorter))[1] == sorted(shorter)
+
+
+def test_what_is_accepted_on_purpose_is_no_typing_error(tmp_path, monkeypatch):
+    monkeypatch.delenv("OF_A_RECIPE", raising=False)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("max_staleness: 1\nenv:\n  OF_A_RECIPE: yes it is\n")
+    options = "--max-staleness 3 --no_gradient_checkpointing --use_cpu --use-peft true --reward_funcs a.py:f b.py:g"
+    for first in ([str(recipe)], ["--config", str(recipe)], [f"--config={recipe}"]):
+        script_args, args, model_args, folders = parse_command([*first, *options.split()])
+        assert (args.max_staleness, args.gradient_checkpointing, model_args.use_peft) == (3, False, True)
+        assert script_args.reward_funcs == ["a.py:f", "b.py:g"] and folders == [tmp_path, Path.cwd()]
+    assert os.environ["OF_A_RECIPE"] == "yes it is"
+
+
+@pytest.mark.parametrize("key", ["max_stalenes", "max-staleness", "help", "smok"])
+def test_a_key_of_a_recipe_that_is_no_setting_is_named(tmp_path, key):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"num_generations: 3\n{key}: 3\n")  # 3 completions fill no batch, which is said later
+    nearest = {"smok": "smoke", "max_stalenes": "max_staleness", "max-staleness": "max_staleness"}.get(key)
+    assert f"there is no setting {key!r}" + (f"; is it {nearest!r}?" if nearest else ".") in refused("train", recipe)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("watch nowhere --onse", "there is no option '--onse'; is it '--once'?"),
+        ("watch nowhere --onc", "there is no option '--onc'; is it '--once'?"),
+        ("plot nowhere --out x.png", "there is no option '--out'; is it '--output'?"),
+        ("report nowhere --output", "--output: expected one argument"),
+        ("env now", "'now' is neither an option nor the value of one"),
+        ("doctor . --once", "there is no option '--once'"),
+    ],
+)
+def test_the_other_commands_refuse_what_is_no_option_too(capsys, arguments, words):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and words in printed.out + printed.err
+
+
+# --- functions that a recipe names ----------------------------------------------------------------------------------
+
+MODULES = {
+    "whole.py": "def score(**kwargs): ...\nWORTH = 1",
+    "raises.py": "def third():\n    return 1 / 0\n\nthird()\n",
+    "unfinished.py": "def score(:\n    pass\n",
+    "exits.py": "import sys\nsys.exit('usage: exits.py FILE')\n",
+    "lacks.py": "\nimport nowhere_at_all\n",
+    "calls.py": "import json\njson.loads('{')\n",
+    "imports.py": "import raises\n",
+}
+NOT_FOUND = [
+    ("missing", "score", "was not found: there is no {place!r}", "was not found: there is no module 'missing'."),
+    ("whole", "scores", "was not found: {folder}/whole.py has no function 'scores'.", None),
+    ("whole", "WORTH", "was not found: {folder}/whole.py has no function 'WORTH'.", None),
+    ("raises", "score", "it raises ZeroDivisionError: division by zero ({folder}/raises.py, line 2)", None),
+    ("unfinished", "score", "it raises SyntaxError: invalid syntax ({folder}/unfinished.py, line 1)", None),
+    ("exits", "score", "it raises SystemExit: usage: exits.py FILE ({folder}/exits.py, line 2)", None),
+    ("lacks", "score", "No module named 'nowhere_at_all' ({folder}/lacks.py, line 2)", None),
+    ("calls", "score", "({folder}/calls.py, line 2)", None),
+    ("imports", "score", "it raises ZeroDivisionError: division by zero ({folder}/raises.py, line 2)", None),
+]
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """A folder named like this package, and the current one, with one module for each kind of fault."""
+    folder = tmp_path / "trl_a3po"
+    folder.mkdir()
+    for name, content in MODULES.items():
+        (folder / name).write_text(content)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    for name in MODULES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+@pytest.mark.parametrize("setting", ["reward_funcs", "dataset_function"])
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize(("module", "function", "words", "of_module"), NOT_FOUND)
+def test_a_function_that_cannot_be_had_is_explained(modules, setting, in_file, module, function, words, of_module):
+    name = f"{module}.py:{function}" if in_file else f"{module}.{function}"
+    expected = words if in_file or of_module is None else of_module
+    for _ in range(2):  # a module that raised is not taken for a whole one by the next name
+        with pytest.raises(SettingsError) as refusal:
+            find_function(name, setting, [modules])
+        assert str(refusal.value).startswith(f"{setting}={name!r} ") and len(str(refusal.value).splitlines()) == 1
+        assert expected.format(folder=modules, place=f"{module}.py") in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["score", "own.py:", ":score", "a..b", ".score", "own.py:a b", "own.py"])
+def test_a_name_that_says_no_place_is_refused(tmp_path, name):
+    with pytest.raises(SettingsError, match=r"does not say where|was not found|cannot be imported"):
+        find_function(name, "reward_funcs", [tmp_path])
+
+
+@pytest.mark.parametrize("smoke", [[], ["--smoke"]])
+def test_a_reward_function_that_cannot_be_had_ends_the_command_in_a_sentence(modules, smoke):
+    recipe = modules / "recipe.yaml"
+    recipe.write_text("model_name_or_path: no/such-model\ndataset_name: no/such-data\nreward_funcs: whole.py:score\n")
+    assert "reward_funcs='whole.py:score' is no list: write reward_funcs: ['whole.py:score']" in refused(
+        "train", recipe
+    )
+    for name, words in (("nope.py:f", "there is no 'nope.py' in"), ("raises.py:f", "raises.py, line 2)")):
+        assert words in refused("train", recipe, "--reward_funcs", name, "--output_dir", modules / "out", *smoke)
 
 
 def test_functions_are_found_beside_the_recipe_first_and_by_module(tmp_path):

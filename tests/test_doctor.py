@@ -86,7 +86,7 @@ def test_a_set_up_that_works_has_no_problem(folder, capsys):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ("--max_stalness 2", "there is no setting 'max_stalness'; is it 'max_staleness'?"),
+        ("--max_stalness 2", "there is no option '--max_stalness'; is it '--max_staleness'?"),
         ("--max_staleness -1", "max_staleness=-1 must be"),
         ("--schedule fixed_lag --num_generations 3", "generation_batch_size"),
         ("--reward_funcs own.py:nothing", "has no function 'nothing'"),

@@ -9,6 +9,8 @@ from tests.tiny import save_tiny_model, tiny_prompts
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.cli.diagnosis import diagnose
 from trl_a3po.cli.main import main
+from trl_a3po.cli.numbers import SECONDS, SEQUENCES, SPEED, TOKENS, NumberAction
+from trl_a3po.cli.plan import make_parser
 from trl_a3po.planning.earlier_run import forecast_from_earlier_run
 from trl_a3po.planning.rules import Rules
 from trl_a3po.planning.simulation import Split
@@ -96,19 +98,70 @@ def test_the_best_split_is_first_and_memory_is_beside_it(tmp_path, capsys):
         ([*SETTINGS, *RATES], "The lengths of completions are not known: give --lengths"),
         ([*SETTINGS, "--lengths", "fixed:9"], "The speed of an engine is not known"),
         ([*SETTINGS, "--lengths", "fixed:9", "--engine_speed", "8:9"], "The speed of training is not known"),
-        ([*SETTINGS, *RATES, "--lengths", "long"], "--lengths is 'long'"),
-        ([*SETTINGS, *RATES[3:], "--lengths", "fixed:9", "--engine_speed", "fast"], "--engine_speed has 'fast'"),
-        ([*SETTINGS, *RATES[3:], "--lengths", "fixed:9", "--engine_speed", "8:0"], "both numbers must be positive"),
         ([*SETTINGS, *RATES, "--lengths", "fixed:9", "--gpus", "1"], "1 GPUs cannot be shared out"),
-        ([*SETTINGS, *RATES, "--lengths", "fixed:9", "--training_speed", "-1"], "it must be positive"),
+        (["--gpus"], "--gpus: expected one argument"),
+        (["--zero_stage", "4"], "--zero_stage: invalid choice: 4 (choose from 0, 1, 2, 3)"),
+        (["outputs/run", "--gpus", "8"], "'outputs/run' is given alone: write --run RUN or --config RECIPE.yaml."),
         (["--run", "nowhere"], "nowhere holds no timeline.jsonl"),
         (["--config", "nowhere.yaml"], "there is no such file"),
-        ([*SETTINGS, "--max_lateness", "3", *RATES, "--lengths", "fixed:9"], "there is no setting 'max_lateness'"),
+        ([*SETTINGS, "--max_lateness", "3", *RATES, "--lengths", "fixed:9"], "there is no option '--max_lateness'"),
+        ([*SETTINGS, *RATES, "--reward_second", "3"], "no option '--reward_second'; is it '--reward_seconds'?"),
+        ([*SETTINGS, *RATES, "--max_stalenes", "3"], "no option '--max_stalenes'; is it '--max_staleness'?"),
         ([*SETTINGS, *RATES, "--lengths", "fixed:9", "--model", "/no/such/model"], "/no/such/model"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(capsys, arguments, sentence):
     assert sentence in refused(capsys, *arguments)
+
+
+TIMES = ("reward_seconds", "micro_step_seconds", "optimizer_step_seconds", "publish_seconds")
+NUMBERS = [action for action in make_parser()._actions if isinstance(action, NumberAction)]
+
+
+def test_every_option_that_takes_a_number_has_limits():
+    bounded = {action.dest for action in NUMBERS}
+    others = {action.dest for action in make_parser()._actions if action.type in (int, float)} - {"zero_stage"}
+    assert len(bounded) == 9 and not others
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "1e99", "many", "", "0", "0.5"])
+@pytest.mark.parametrize("action", NUMBERS, ids=lambda action: action.dest)
+def test_a_number_that_means_nothing_is_refused_by_its_option(capsys, action, value):
+    option, numbers = action.option_strings[0], action._numbers
+    if (value == "0" and numbers.least == 0) or (value == "0.5" and not numbers.whole):
+        assert getattr(make_parser().parse_args([option, value]), action.dest) == float(value)
+        return
+    assert refused(capsys, option, value) == f"trl-a3po plan: {option} is {value!r}, but it must be {numbers}.\n"
+
+
+@pytest.mark.parametrize("text", ["fast", "8", "8:0", "0:8", "8:-1", "8:inf", "nan:8", "8:9:10", ":", "8:x"])
+def test_a_point_of_an_engine_that_means_nothing_is_refused(capsys, text):
+    arguments = [*SETTINGS, "--lengths", "fixed:9", "--training_speed", "9", "--engine_speed", "4:100", text]
+    assert f"--engine_speed has {text!r}, but a point is SEQUENCES:TOKENS_PER_SECOND" in refused(capsys, *arguments)
+
+
+def test_two_speeds_of_an_engine_for_one_number_of_sequences_are_refused(capsys):
+    arguments = [*SETTINGS, "--lengths", "fixed:9", "--training_speed", "9", "--engine_speed", "8:9", "8.0:10"]
+    assert "--engine_speed has two points for 8 sequences" in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("slowest", [True, False])
+def test_a_run_at_the_edges_of_all_numbers_can_be_planned(capsys, slowest):
+    (slow, fast) = ("least", "most") if slowest else ("most", "least")
+    rate, sequences = getattr(SPEED, slow), getattr(SEQUENCES, fast)
+    rates = ["--training_speed", rate, "--engine_speed", f"{sequences:.0f}:{rate}"]
+    times = [part for name in TIMES for part in (f"--{name}", getattr(SECONDS, fast))]
+    lengths = ["--lengths", f"geometric:{getattr(TOKENS, fast):.0f}"]
+    plan = planned(capsys, *SETTINGS, *rates, *times, *lengths)
+    assert all(0 < made["step_seconds"] < float("inf") for made in plan["forecasts"])
+
+
+@pytest.mark.parametrize(
+    "text", ["long", "fixed", "fixed:", "fixed:0", "fixed:inf", "geometric:nan", "fixed:²", "x:9"]
+)
+def test_lengths_that_mean_nothing_are_refused(capsys, text):
+    arguments = [*SETTINGS, *RATES, "--lengths", text]
+    assert f"--lengths is {text!r}, but it must be fixed:N or geometric:N" in refused(capsys, *arguments)
 
 
 def test_a_plan_forecasts_from_the_run_that_its_folder_holds(run, tmp_path):

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_a3po.cli.train import SettingsError, build_trainer, parse_command
+from trl_a3po.cli.options import SettingsError
+from trl_a3po.cli.train import build_trainer, parse_command
 from trl_a3po.engines.vllm.servers.http import HttpFault
 from trl_a3po.engines.vllm.servers.server import Server
 from trl_a3po.errors import A3POError
@@ -37,7 +38,7 @@ def examine(arguments: Sequence[str]) -> Iterator[str]:
     yield environment()
     try:
         script_args, training_args, model_args, folders = parse_command(arguments)
-    except (SettingsError, SystemExit) as error:
+    except SettingsError as error:
         yield f"PROBLEM: {error}"
         return
     yield from _folder(Path(training_args.output_dir))

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trl_a3po import __version__
+from trl_a3po.cli.options import OptionParser, SettingsError, check_rest
 
 OF_REPORTS = ("matplotlib", "rich", "plotly", "jinja2")  # packages that `trl-a3po[report]` installs
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `trl-a3po` with `arguments`; by default with those of the process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["train"]:  # has a parser of its own, with every field of the configuration
-        from trl_a3po.cli.train import SettingsError, run
+        from trl_a3po.cli.train import run
 
         try:
             run(arguments[1:])
@@ -39,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments[:1] == ["plan"]:  # takes the settings of a recipe too
         _plan(arguments[1:])
         return
-    parsed = _parser().parse_args(arguments)
     try:
+        parsed, rest = _parser().parse_known_args(arguments)
+        check_rest(rest, parsed.options)
         parsed.run(parsed)
     except ModuleNotFoundError as error:
         if error.name not in OF_REPORTS:
@@ -51,28 +53,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("trl-a3po", description="Asynchronous RL behind TRL's GRPOTrainer.")
+    description = "Asynchronous RL behind TRL's GRPOTrainer."
+    parser = argparse.ArgumentParser("trl-a3po", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"trl-a3po {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", parser_class=OptionParser)
     commands.add_parser("train", help="train from a recipe: trl-a3po train RECIPE.yaml [--field value …]")
     env = commands.add_parser("env", help="print what a bug report needs: versions, devices, packages")
-    env.set_defaults(run=_env)
+    env.set_defaults(run=_env, options=env.names)
     doctor = commands.add_parser("doctor", help="what is wrong with a set-up, or went wrong in a run")
     doctor.add_argument("what", nargs="+", metavar="RECIPE.yaml [--field value …] | RUN", help="see docs/doctor.md")
     watch = commands.add_parser("watch", help="show what a run does, and what limits it, while it goes on")
     watch.add_argument("watched", type=Path, metavar="RUN", help="folder of a run, or its timeline.jsonl")
     watch.add_argument("--once", action="store_true", help="print one frame, for a pipe or a log")
-    watch.set_defaults(run=_watch)
+    watch.set_defaults(run=_watch, options=watch.names)
     plan = commands.add_parser("plan", help="forecast a run: time of a step, idle shares, best split of GPUs")
     plan.add_argument("what", nargs="*", metavar="--run RUN | --config RECIPE.yaml | --gpus N …", help="see --help")
     plot = commands.add_parser("plot", help="draw one or several runs in one image")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its trainer_state.json")
     plot.add_argument("--output", type=Path, default=Path("runs.png"), help="image file (default: runs.png)")
-    plot.set_defaults(run=_plot)
+    plot.set_defaults(run=_plot, options=plot.names)
     report = commands.add_parser("report", help="write one HTML page about one or several runs")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     report.add_argument("--output", type=Path, default=Path("report.html"), help="HTML file (default: report.html)")
-    report.set_defaults(run=_report)
+    report.set_defaults(run=_report, options=report.names)
     return parser
 
 
@@ -118,6 +121,7 @@ def _findings(path: Path, arguments: Sequence[str], before: bool) -> Iterable[st
         return examine(arguments)
     from trl_a3po.cli.diagnosis import diagnose
 
+    check_rest(arguments[1:], ())
     return diagnose(path)
 
 

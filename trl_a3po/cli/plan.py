@@ -20,6 +20,8 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import ModelConfig, get_peft_config
 
+from trl_a3po.cli.numbers import COUNT, GIBIBYTES, SECONDS, SEQUENCES, SPEED, TOKENS, NumberAction, Numbers
+from trl_a3po.cli.options import OptionParser, SettingsError
 from trl_a3po.cli.train import parse_command
 from trl_a3po.config import A3POConfig
 from trl_a3po.models.memory import GIB
@@ -66,38 +68,41 @@ class Plan:
     unknown: str | None = None
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> OptionParser:
+    parser = OptionParser(
         "trl-a3po plan",
         description="Forecast a run by simulating its queue: time of a step, idle shares, staleness, memory, and the "
         "best split of GPUs.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
+
+    def number(name: str, numbers: Numbers, **more: Any) -> None:
+        add(name, action=NumberAction, numbers=numbers, **more)
+
     add("--run", action="append", default=[], type=Path, metavar="RUN", help="output_dir of a finished run, for its "
         "rates, lengths and rewards, and for its settings if none are given; the first one counts if you repeat it, "
         "and all of them for the speeds of training and of the engine")  # fmt: skip
     add("--config", type=Path, metavar="RECIPE.yaml", help="the settings of the run to forecast")
     add("--model", help="folder or name of the model, for the memory; its weights are not loaded")
-    add("--gpus", type=int, help="find the best split of so many GPUs between training and generation")
-    add("--gpus_per_engine", type=int, help="GPUs of one engine (default: vllm_tensor_parallel_size, or 1)")
-    add("--gpu_memory", type=float, metavar="GIB", help="with --model: leave out splits that do not fit")
+    number("--gpus", COUNT, help="find the best split of so many GPUs between training and generation")
+    number("--gpus_per_engine", COUNT, help="GPUs of one engine (default: vllm_tensor_parallel_size, or 1)")
+    number("--gpu_memory", GIBIBYTES, metavar="GIB", help="with --model: leave out splits that do not fit")
     add("--zero_stage", type=int, choices=(0, 1, 2, 3), default=0, help="DeepSpeed ZeRO, for the memory (default: 0)")
     add("--fsdp", action="store_true", help="the trainers are launched with FSDP2, for the memory")
-    add("--trainers", type=int, help="processes that train, without --gpus (default: those of the run, or 1)")
+    number("--trainers", COUNT, help="processes that train, without --gpus (default: those of the run, or 1)")
     add("--lengths", metavar="fixed:N|geometric:N", help="tokens of a completion: always N, or N on average and then "
         "cut at max_completion_length (default: those of the run)")  # fmt: skip
-    add("--reward_seconds", type=float, help="time of the reward functions for one group (default: of the run, or 0)")
+    number("--reward_seconds", SECONDS, help="time of the reward functions for one group (default: of the run, or 0)")
     add("--engine_speed", nargs="+", metavar="N:RATE", help="tokens per second of one engine that decodes N sequences "
         "at the same time, for one or several N (default: measured in the run)")  # fmt: skip
-    add("--training_speed", type=float, help="completion tokens per second of one GPU that trains (default: measured)")
-    add("--micro_step_seconds", type=float, help="what a micro-step takes besides (default: of the run, or 0)")
-    add(
-        "--optimizer_step_seconds", type=float, help="what an optimizer step takes besides (default: of the run, or 0)"
+    number("--training_speed", SPEED, help="completion tokens per second of one GPU that trains (default: measured)")
+    number("--micro_step_seconds", SECONDS, help="what a micro-step takes besides (default: of the run, or 0)")
+    number(
+        "--optimizer_step_seconds", SECONDS, help="what an optimizer step takes besides (default: of the run, or 0)"
     )
-    add("--publish_seconds", type=float, help="time that training waits for a publish (default: of the run, or 0)")
+    number("--publish_seconds", SECONDS, help="time that training waits for a publish (default: of the run, or 0)")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -196,8 +201,10 @@ def _settings(
         return None, None
     if parsed.config is not None and not parsed.config.is_file():
         raise FileNotFoundError(f"--config is {str(parsed.config)!r}, but there is no such file.")
+    if settings and not settings[0].startswith("-") and not Path(settings[0]).is_file():
+        raise SettingsError(f"{settings[0]!r} is given alone: write --run RUN or --config RECIPE.yaml.")
     recipe = [] if parsed.config is None else [str(parsed.config)]
-    _, args, model_args, _ = parse_command([*recipe, *settings])
+    _, args, model_args, _ = parse_command([*recipe, *settings], make_parser().names)
     return args, model_args
 
 
@@ -228,22 +235,25 @@ def _workload(parsed: argparse.Namespace, runs: Sequence[FinishedRun], args: A3P
 
 
 def _lengths(text: str, args: A3POConfig | None) -> Draw:
-    kind, _, number = text.partition(":")
-    if kind not in ("fixed", "geometric") or not number.replace(".", "", 1).isdigit() or float(number) < 1:
-        raise ValueError(f"--lengths is {text!r}, but it must be fixed:N or geometric:N with N of at least 1.")
+    kind, _, written = text.partition(":")
+    number = TOKENS.read(written)
+    if kind not in ("fixed", "geometric") or number is None:
+        raise SettingsError(
+            f"--lengths is {text!r}, but it must be fixed:N or geometric:N, such as geometric:300, with N {TOKENS}."
+        )
     if kind == "fixed":
-        return Fixed(float(number))
+        return Fixed(number)
     if args is None:
-        raise ValueError("--lengths geometric:N needs the length at which completions are cut: give --config or "
+        raise SettingsError("--lengths geometric:N needs the length at which completions are cut: give --config or "
                          "--max_completion_length.")  # fmt: skip
-    return Geometric(float(number), args.max_completion_length)
+    return Geometric(number, args.max_completion_length)
 
 
 def _rates(parsed: argparse.Namespace, runs: Sequence[FinishedRun]) -> Rates:
     measured = rates_of(runs) if runs else None
     points = dict(measured.engine.points) if measured is not None else {}
     if parsed.engine_speed is not None:
-        points = dict(map(_point, parsed.engine_speed))
+        points = _points(parsed.engine_speed)
     if not points:
         raise ValueError("The speed of an engine is not known: give --engine_speed N:RATE, or --run RUN.")
     training = parsed.training_speed
@@ -286,14 +296,21 @@ def _unknown(
     )
 
 
-def _point(text: str) -> tuple[float, float]:
-    sequences, _, rate = text.partition(":")
-    try:
-        return float(sequences), float(rate)
-    except ValueError:
-        raise ValueError(
-            f"--engine_speed has {text!r}, but a point is SEQUENCES:TOKENS_PER_SECOND, such as 64:17000."
-        ) from None
+def _points(texts: Sequence[str]) -> dict[float, float]:
+    """Tokens per second of an engine by its number of sequences."""
+    points: dict[float, float] = {}
+    for text in texts:
+        written = text.split(":")
+        sequences, rate = (SEQUENCES.read(written[0]), SPEED.read(written[1])) if len(written) == 2 else (None, None)
+        if sequences is None or rate is None:
+            raise SettingsError(
+                f"--engine_speed has {text!r}, but a point is SEQUENCES:TOKENS_PER_SECOND, such as 64:17000: "
+                f"{SEQUENCES}, and {SPEED}."
+            )
+        if sequences in points:
+            raise SettingsError(f"--engine_speed has two points for {sequences:g} sequences: leave one out.")
+        points[sequences] = rate
+    return points
 
 
 class _Memory:

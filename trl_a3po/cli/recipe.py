@@ -2,12 +2,13 @@
 
 Guarantees: a name stands for a function of an importable module (`package.module.function`), or of a Python file
 (`file.py:function`), which is looked for in the folder of the recipe and then in the current one; an error about a
-name says where the function was looked for.
+name is one sentence that says where the function was looked for, or where its module raised.
 """
 
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,10 @@ from typing import Any
 
 import cloudpickle
 from trl.import_utils import is_math_verify_available
+
+from trl_a3po.cli.log_errors import Frame
+from trl_a3po.cli.options import SettingsError
+from trl_a3po.rewards.users_frames import PACKAGE, users_frames
 
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 NEED_MATH_VERIFY = TRL_REWARDS[:2]
@@ -28,22 +33,19 @@ def find_function(name: str, setting: str, folders: Sequence[Path]) -> Callable[
         folders: where to look for files, in this order.
 
     Raises:
-        ValueError: there is no such file, module or function.
+        SettingsError: there is no such file, module or function, or it cannot be imported.
     """
-    if ":" in name:
-        file, _, attribute = name.rpartition(":")
-        module = _load(file, setting, name, folders)
-    elif "." in name:
-        module_name, _, attribute = name.rpartition(".")
-        module = _import(module_name, setting, name)
-    else:
-        raise ValueError(
+    place, separator, attribute = name.rpartition(":" if ":" in name else ".")
+    if not (place and attribute.isidentifier()):
+        raise SettingsError(
             f"{setting}={name!r} does not say where the function is: write 'file.py:function' or "
             "'package.module.function'."
         )
+    module = _load(place, setting, name, folders) if separator == ":" else _import(place, setting, name)
     function: Callable[..., Any] | None = getattr(module, attribute, None)
     if function is None or not callable(function):
-        raise ValueError(f"{setting}={name!r} was not found: {module.__name__!r} has no function {attribute!r}.")
+        where = vars(module).get("__file__", place)
+        raise SettingsError(f"{setting}={name!r} was not found: {where} has no function {attribute!r}.")
     return function
 
 
@@ -52,10 +54,13 @@ def find_rewards(names: Sequence[str], folders: Sequence[Path]) -> list[Callable
     `reasoning_accuracy_reward`, `think_format_reward`), and functions that `find_function` finds.
 
     Raises:
-        ValueError: `names` is empty, or a function is not found or needs a package that is not installed.
+        SettingsError: `names` is empty or no list, or a function is not found or needs a package that is not
+            installed.
     """
+    if isinstance(names, str):
+        raise SettingsError(f"reward_funcs={names!r} is no list: write reward_funcs: [{names!r}].")
     if not names:
-        raise ValueError(
+        raise SettingsError(
             f"reward_funcs is empty: name at least one of {', '.join(map(repr, TRL_REWARDS))}, 'file.py:function' or "
             "'package.module.function'."
         )
@@ -64,7 +69,7 @@ def find_rewards(names: Sequence[str], folders: Sequence[Path]) -> list[Callable
 
 def _reward(name: str, folders: Sequence[Path]) -> Callable[..., Any]:
     if name in NEED_MATH_VERIFY and not is_math_verify_available():
-        raise ValueError(
+        raise SettingsError(
             f"reward_funcs has {name!r}, which needs the package math-verify: run `pip install math-verify`, or name "
             "a function of your own."
         )
@@ -77,7 +82,7 @@ def _reward(name: str, folders: Sequence[Path]) -> Callable[..., Any]:
 def _load(file: str, setting: str, name: str, folders: Sequence[Path]) -> ModuleType:
     path = next((folder / file for folder in folders if (folder / file).is_file()), None)
     if path is None:
-        raise ValueError(
+        raise SettingsError(
             f"{setting}={name!r} was not found: there is no {file!r} in "
             f"{' or in '.join(str(folder) for folder in folders)}."
         )
@@ -86,9 +91,13 @@ def _load(file: str, setting: str, name: str, folders: Sequence[Path]) -> Module
         return sys.modules[known]
     spec = importlib.util.spec_from_file_location(known, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{setting}={name!r} cannot be imported: {path} is not a Python file.")
+        raise SettingsError(f"{setting}={name!r} cannot be imported: {path} is not a Python file.")
     module = sys.modules[known] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[known]
+        raise _not_imported(setting, name, error) from error
     cloudpickle.register_pickle_by_value(module)  # reward workers cannot import it by this name
     return module
 
@@ -99,7 +108,26 @@ def _import(module_name: str, setting: str, name: str) -> ModuleType:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and module_name.startswith(error.name):
-            raise ValueError(f"{setting}={name!r} was not found: there is no module {error.name!r}.") from error
-        raise
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise SettingsError(f"{setting}={name!r} was not found: there is no module {missing!r}.") from error
+        raise _not_imported(setting, name, error) from error
+
+
+def _not_imported(setting: str, name: str, error: BaseException) -> SettingsError:
+    """What the module raised, and in which of the user's lines, or of an installed package that has the module."""
+    frames = [
+        Frame(frame.filename, frame.lineno or 0, None)
+        for frame in traceback.extract_tb(users_frames(error.__traceback__))
+        if not frame.filename.startswith(PACKAGE)
+    ]
+    users = [frame for frame in frames if not frame.is_of_a_library]
+    if isinstance(error, SyntaxError) and error.filename is not None and not users:  # of the module itself
+        users = [Frame(error.filename, error.lineno or 0, None)]
+    raised = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    where = (users or [frame for frame in frames if "-packages" in frame.file])[-1:]
+    return SettingsError(
+        f"{setting}={name!r} cannot be imported: it raises {type(error).__name__}: {raised}"
+        + "".join(f" ({frame})" for frame in where)
+    )

@@ -1,26 +1,26 @@
 """`trl-a3po train RECIPE.yaml [--field value …]`: one training run from a file, as with TRL's scripts.
 
 Guarantees: every field of `A3POConfig` and TRL's `ModelConfig` can be set in the recipe or on the command line, which
-overrides the recipe; a field that does not exist raises an error. At the end the model, its card and
+overrides the recipe; a name that is no field is refused before anything is built. At the end the model, its card and
 `trainer_state.json` are in `output_dir`. For several processes: `accelerate launch -m trl_a3po train RECIPE.yaml`.
 """
 
-import argparse
-import difflib
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 from datasets import load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
+from trl_a3po.cli.options import OptionParser, SettingsError, check_names, check_rest
 from trl_a3po.cli.recipe import find_function, find_rewards
 from trl_a3po.cli.smoke import smoke_arguments, smoke_reward, smoke_rows
 from trl_a3po.config import A3POConfig
 from trl_a3po.trainer import A3POTrainer
+
+ENVIRONMENT = "env"  # the part of a recipe from which TRL sets environment variables
 
 
 @dataclass
@@ -59,14 +59,13 @@ class A3POScriptArguments(ScriptArguments):
     )
 
 
-def make_parser(prog: str | None = None) -> TrlParser:
+class RecipeParser(OptionParser, TrlParser):
+    """TRL's parser of a recipe and a command line, as `OptionParser` reads them."""
+
+
+def make_parser(prog: str | None = None) -> RecipeParser:
     """The parser of `trl-a3po train`."""
-    dataclasses: Any = (A3POScriptArguments, A3POConfig, ModelConfig)
-    return TrlParser(dataclasses, prog=prog)
-
-
-class SettingsError(ValueError):
-    """A recipe or a command line holds a name that is not a setting, or settings that cannot hold."""
+    return RecipeParser((A3POScriptArguments, A3POConfig, ModelConfig), prog=prog)
 
 
 def run(arguments: Sequence[str]) -> A3POTrainer:
@@ -79,38 +78,65 @@ def run(arguments: Sequence[str]) -> A3POTrainer:
     return train(script_args, training_args, model_args, folders)
 
 
-def parse_command(arguments: Sequence[str]) -> tuple[A3POScriptArguments, A3POConfig, ModelConfig, list[Path]]:
+def parse_command(
+    arguments: Sequence[str], others: Sequence[str] = ()
+) -> tuple[A3POScriptArguments, A3POConfig, ModelConfig, list[Path]]:
     """What `arguments` say, as `run` takes them, and the folders in which to look for the files that they name.
+
+    Args:
+        others: names of options that the caller has taken out of the arguments, for messages.
 
     Raises:
         SettingsError: the arguments are not a valid configuration.
     """
-    arguments = list(arguments)
-    folders = [Path.cwd()]
-    if arguments and not arguments[0].startswith("-"):
-        recipe = Path(arguments.pop(0))
-        if not recipe.is_file():
-            raise SystemExit(f"trl-a3po train: there is no recipe {str(recipe)!r}.")
-        check_recipe(recipe)
+    parser, folders = make_parser("trl-a3po train RECIPE.yaml"), [Path.cwd()]
+    recipe, options = _recipe_and_options(arguments)
+    if recipe is not None:
+        check_names(read_recipe(recipe), [*parser.names, ENVIRONMENT])
         folders.insert(0, recipe.resolve().parent)
-        arguments = ["--config", str(recipe), *arguments]
+    given, rest = parser.parse_known_args(options)
+    check_rest(rest, [*parser.names, *others])
+    if given.smoke:  # the options of the command line come later, and so override these
+        folder = given.output_dir or "outputs/smoke"
+        options = ["--output_dir", folder, *smoke_arguments(folder), *options]
     try:
-        return (*_parse(arguments), folders)
+        # From here on the recipe's values are the defaults.
+        parsed: Any = parser.parse_args_and_config([*(() if recipe is None else ("--config", str(recipe))), *options])
+        return (*parsed, folders)
+    except SettingsError:
+        raise
     except ValueError as error:
-        raise SettingsError(_readable(str(error))) from error
+        raise SettingsError(str(error)) from error
     except (TypeError, LookupError, AttributeError) as error:  # of dataclasses that do not check their values
         kind = type(error).__name__
         raise SettingsError(f"a setting has a value of a kind that it cannot have ({kind}: {error})") from error
 
 
-def check_recipe(recipe: Path) -> None:
-    """Raise `SettingsError` unless `recipe` is YAML, without tags that make objects, with a setting on each line."""
+def _recipe_and_options(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The recipe, which comes first or after `--config`, and the other arguments."""
+    options = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    recipes = [options.pop(0)] if options and not options[0].startswith("-") else []
+    while "--config" in options:
+        at = options.index("--config")
+        recipes.extend(options[at + 1 : at + 2] or [""])
+        del options[at : at + 2]
+    if len(recipes) > 1:
+        raise SettingsError(f"there are several recipes, {', '.join(recipes)}: give one.")
+    return (Path(recipes[0]) if recipes else None), options
+
+
+def read_recipe(recipe: Path) -> dict[str, Any]:
+    """The settings in `recipe`. Raises `SettingsError` unless it is YAML, without tags that make objects, with a
+    setting on each line."""
+    if not recipe.is_file():
+        raise SettingsError(f"there is no recipe {str(recipe)!r}.")
     try:
         values = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise SettingsError(f"{recipe} is not YAML: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise SettingsError(f"{recipe} is not a recipe: write one 'setting: value' on each line.")
+    return values
 
 
 def train(
@@ -134,11 +160,15 @@ def train(
 def build_trainer(
     script_args: A3POScriptArguments, training_args: A3POConfig, model_args: ModelConfig, folders: Sequence[Path]
 ) -> A3POTrainer:
-    """The trainer of a run. Files that `script_args` names are looked for in `folders`."""
+    """The trainer of a run. Files that `script_args` names are looked for in `folders`.
+
+    Raises:
+        SettingsError: a setting of `script_args` or `model_args` names nothing, or cannot hold.
+    """
     if model_args.model_name_or_path is None:
-        raise ValueError("model_name_or_path is not set: name a model, as a folder or on the hub.")
+        raise SettingsError("model_name_or_path is not set: name a model, as a folder or on the hub.")
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not model_args.use_peft:
-        raise ValueError(
+        raise SettingsError(
             "load_in_4bit or load_in_8bit is set without use_peft, but quantised weights cannot be trained: set "
             "use_peft: true, which trains an adapter on them."
         )
@@ -164,37 +194,12 @@ def build_trainer(
     )
 
 
-def _readable(message: str) -> str:
-    """TRL's message about a name that is not a setting, as a sentence with the most similar setting; any other message
-    unchanged."""
-    known = [f.name for kind in (A3POScriptArguments, A3POConfig, ModelConfig) for f in fields(kind)]
-    for name in re.findall(r"'--(\w+)'", message):
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, 1)
-            return f"there is no setting {name!r}" + (f"; is it {nearest[0]!r}?" if nearest else ".")
-    return message
-
-
-def _parse(arguments: list[str]) -> tuple[A3POScriptArguments, A3POConfig, ModelConfig]:
-    if "--smoke" in arguments:
-        small = argparse.ArgumentParser(add_help=False)
-        small.add_argument("--output_dir", default="outputs/smoke")
-        folder = small.parse_known_args(arguments)[0].output_dir
-        at = arguments.index("--config") + 2 if "--config" in arguments else 0
-        # The arguments of the command line come later, and so override these.
-        arguments = [*arguments[:at], "--output_dir", folder, *smoke_arguments(folder), *arguments[at:]]
-    script_args, training_args, model_args = cast(
-        tuple[Any, Any, Any], make_parser("trl-a3po train RECIPE.yaml").parse_args_and_config(arguments)
-    )
-    return script_args, training_args, model_args
-
-
 def _datasets(script_args: A3POScriptArguments, training_args: A3POConfig, folders: Sequence[Path]) -> tuple[Any, Any]:
     """The rows to train on, and the rows to evaluate on, `None` if the run does not evaluate."""
     if script_args.smoke:
         return smoke_rows(), None
     if (script_args.dataset_name is None) == (script_args.dataset_function is None):
-        raise ValueError(
+        raise SettingsError(
             f"dataset_name={script_args.dataset_name!r} and dataset_function={script_args.dataset_function!r}: set "
             "exactly one of the two."
         )
@@ -209,7 +214,7 @@ def _datasets(script_args: A3POScriptArguments, training_args: A3POConfig, folde
     for split in (script_args.dataset_train_split, script_args.dataset_test_split):
         needed = split == script_args.dataset_train_split or training_args.eval_strategy != "no"
         if needed and split not in made:
-            raise ValueError(
+            raise SettingsError(
                 f"The dataset has the splits {', '.join(made)}, but no {split!r}: choose one of these splits."
             )
     held_out = made[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None

@@ -36,7 +36,8 @@ class EngineSpeed:
         for sequences, rate in points:
             if not (0 < sequences < float("inf") and 0 < rate < float("inf")):
                 raise ValueError(
-                    f"The engine's speed has the point {sequences:g}:{rate:g}, but both numbers must be positive."
+                    f"The engine's speed has the point {sequences:g}:{rate:g}, but both numbers must be positive and "
+                    "finite."
                 )
         numbers = tuple(sequences for sequences, _ in points)
         if len(set(numbers)) < len(numbers):
@@ -80,9 +81,10 @@ class Rates:
     optimizer_step_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.training_tokens_per_second > 0:
+        if not 0 < self.training_tokens_per_second < float("inf"):
             raise ValueError(
-                f"training_tokens_per_second is {self.training_tokens_per_second:g}, but it must be positive."
+                f"training_tokens_per_second is {self.training_tokens_per_second:g}, but it must be positive and "
+                "finite."
             )
         for name in ("micro_step_seconds", "publish_seconds", "optimizer_step_seconds"):
             if not 0 <= getattr(self, name) < float("inf"):
