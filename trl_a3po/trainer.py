@@ -117,7 +117,7 @@ from trl_a3po.session.build_engine import (
     split_of,
 )
 from trl_a3po.session.build_episodes import closing_environments_on_error, remove_close_from_tools, runs_episodes
-from trl_a3po.session.build_policy import build_policy, is_partitioned, zero_stage
+from trl_a3po.session.build_policy import build_policy, is_partitioned, policy_size, zero_stage
 from trl_a3po.session.build_scorer import (
     add_recorded_reward,
     new_reward_thread,
@@ -424,7 +424,7 @@ class A3POTrainer(ReplayHooks, GRPOTrainer):
         rules, split = queue_rules(self.args, episodes=runs_episodes(self)), split_of(self.args, processes)
         more = {
             "images": image_memory(self),
-            "forecast": forecast_from_earlier_run(self.args.output_dir, rules, split),
+            "forecast": forecast_from_earlier_run(self.args.output_dir, rules, split, policy_size(self)),
         }
         return "\n".join([plan, *(table({name: line}) for name, line in more.items() if line is not None)])
 

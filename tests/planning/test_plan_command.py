@@ -12,6 +12,7 @@ from trl_a3po.cli.main import main
 from trl_a3po.cli.numbers import SECONDS, SEQUENCES, SPEED, TOKENS, NumberAction
 from trl_a3po.cli.plan import make_parser
 from trl_a3po.planning.earlier_run import forecast_from_earlier_run
+from trl_a3po.planning.policy_size import PolicySize
 from trl_a3po.planning.rules import Rules
 from trl_a3po.planning.simulation import Split
 
@@ -71,6 +72,31 @@ def test_what_a_run_with_one_size_of_micro_batches_does_not_tell_is_said(run, tm
     assert planned(capsys, "--run", run, *between)["unknown"] is not None
     assert planned(capsys, "--run", run, "--run", tmp_path, *between)["unknown"] is None
     assert planned(capsys, "--run", run, "--micro_step_seconds", "0.1", *others)["unknown"] is None
+
+
+SMALL = {"parameters": 1_000, "trained": 1_000, "dtype": "float32"}
+
+
+def run_of(folder, policy):
+    begin, *lines = lines_of()
+    begin |= {} if policy is None else {"policy": policy}
+    folder.mkdir()
+    (folder / "timeline.jsonl").write_text("\n".join(json.dumps(line) for line in [begin, *lines]) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("other", [{"parameters": 2_000}, {"trained": 10}, {"dtype": "bfloat16"}], ids=str)
+def test_runs_of_two_models_are_not_fitted_together(tmp_path, capsys, other):
+    one, another = run_of(tmp_path / "one", SMALL), run_of(tmp_path / "another", SMALL | other)
+    error = refused(capsys, "--run", one, "--run", another)
+    first = f"--run {one} has 1,000 parameters, of which 1,000 are trained, in float32"
+    assert "The runs train different models" in error and first in error and f"and --run {another} has" in error
+    assert planned(capsys, "--run", another)["measured"] is not None
+
+
+def test_runs_of_one_model_and_those_that_do_not_say_are_fitted_together(tmp_path, capsys):
+    runs = [run_of(tmp_path / name, policy) for name, policy in (("a", SMALL), ("b", SMALL), ("c", None))]
+    assert planned(capsys, *(part for run in runs for part in ("--run", run)))["forecasts"]
 
 
 def test_settings_come_from_a_recipe_and_from_the_command_line(tmp_path, capsys):
@@ -165,11 +191,16 @@ def test_lengths_that_mean_nothing_are_refused(capsys, text):
 
 
 def test_a_plan_forecasts_from_the_run_that_its_folder_holds(run, tmp_path):
-    line = forecast_from_earlier_run(run, RULES, Split(slots=200))
-    assert "s per step" in line and "at the rates of the run in output_dir" in line
-    assert forecast_from_earlier_run(tmp_path, RULES, Split()) is None
+    policy = PolicySize(**SMALL)
+    for folder in (run, run_of(tmp_path / "same", SMALL)):
+        line = forecast_from_earlier_run(folder, RULES, Split(slots=200), policy)
+        assert "s per step" in line and "at the rates of the run in output_dir" in line
+    of_another = run_of(tmp_path / "another", SMALL | {"parameters": 5_000})
+    line = forecast_from_earlier_run(of_another, RULES, Split(slots=200), policy)
+    assert line.startswith("none from the run in output_dir, which trained another model: 5,000 parameters")
+    assert forecast_from_earlier_run(tmp_path, RULES, Split(), policy) is None
     (tmp_path / "timeline.jsonl").write_text(json.dumps(lines_of()[0]) + "\n")
-    assert "which is too few for its rates" in forecast_from_earlier_run(tmp_path, Rules(8, 4, 2), Split())
+    assert "which is too few for its rates" in forecast_from_earlier_run(tmp_path, Rules(8, 4, 2), Split(), policy)
 
 
 def test_the_doctor_says_the_forecast_of_a_run(run):

@@ -116,6 +116,8 @@ def test_the_start_says_what_a_reader_needs_to_know_of_the_settings(trained):
     settings = {"groups_per_batch": 2, "num_generations": 4, "max_staleness": 2, "max_steps": 8}
     assert {name: start[name] for name in settings} == settings
     assert start["engine_slots"] is None
+    size = trained.model.num_parameters()
+    assert start["policy"] == {"parameters": size, "trained": size, "dtype": "float32"}
 
 
 def test_generation_overlaps_training(trained):

@@ -28,6 +28,7 @@ from trl_a3po.models.memory import GIB
 from trl_a3po.planning.best_split import best_splits, splits
 from trl_a3po.planning.finished_run import FinishedRun, finished_run, rates_of
 from trl_a3po.planning.forecast import Forecast, forecast
+from trl_a3po.planning.policy_size import check_one_policy
 from trl_a3po.planning.rates import EngineSpeed, Rates
 from trl_a3po.planning.rules import Rules
 from trl_a3po.planning.simulation import Split
@@ -126,6 +127,7 @@ def run(arguments: Sequence[str]) -> None:
 def make_plan(parsed: argparse.Namespace, settings: Sequence[str]) -> Plan:
     """What the arguments ask for."""
     runs = [finished_run(read_timeline(folder)) for folder in parsed.run]
+    check_one_policy({f"--run {folder}": run.policy for folder, run in zip(parsed.run, runs, strict=True)})
     args, model_args = _settings(parsed, settings, runs)
     alone = len(runs) == 1 and args is None and parsed.trainers is None and parsed.gpus is None
     per_engine = _gpus_per_engine(parsed, args)

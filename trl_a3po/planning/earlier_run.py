@@ -7,13 +7,14 @@ from pathlib import Path
 
 from trl_a3po.planning.finished_run import finished_run
 from trl_a3po.planning.forecast import Forecast, forecast
+from trl_a3po.planning.policy_size import PolicySize
 from trl_a3po.planning.rules import Rules
 from trl_a3po.planning.simulation import Split
 from trl_a3po.report.timeline import NAME, read_timeline
 
 
-def forecast_from_earlier_run(output_dir: str | Path, rules: Rules, split: Split) -> str | None:
-    """The forecast of a run with these rules and devices, in words; `None` if `output_dir` holds no run."""
+def forecast_from_earlier_run(output_dir: str | Path, rules: Rules, split: Split, policy: PolicySize) -> str | None:
+    """The forecast of a run with these rules, devices and policy, in words; `None` if `output_dir` holds no run."""
     timeline = Path(output_dir) / NAME
     if not timeline.is_file():
         return None
@@ -21,6 +22,8 @@ def forecast_from_earlier_run(output_dir: str | Path, rules: Rules, split: Split
         run = finished_run(read_timeline(timeline))
     except ValueError as error:
         return f"none from the run in output_dir: {error}"
+    if run.policy not in (None, policy):
+        return f"none from the run in output_dir, which trained another model: {run.policy}; this one has {policy}"
     made = forecast(run.work, run.rates, split, rules)
     return f"{in_words(made)}, at the rates of the run in output_dir, whose steps took {run.step_seconds:.3g} s"
 

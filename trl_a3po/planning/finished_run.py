@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from trl_a3po.planning.engine_points import engine_points
+from trl_a3po.planning.policy_size import PolicySize
 from trl_a3po.planning.rates import EngineSpeed, Rates
 from trl_a3po.planning.rules import Rules
 from trl_a3po.planning.simulation import Split
@@ -35,6 +36,7 @@ class FinishedRun:
         publish_seconds: mean time that training waited for a publish.
         step_seconds: measured time of an optimizer step.
         waiting: share of that time in which the trainer waited for groups.
+        policy: what was trained, `None` if the timeline does not say.
     """
 
     work: Workload
@@ -45,6 +47,7 @@ class FinishedRun:
     rules: Rules
     step_seconds: float
     waiting: float
+    policy: PolicySize | None
 
     @property
     def rates(self) -> Rates:
@@ -92,6 +95,7 @@ def finished_run(lines: Lines) -> FinishedRun:
         rules=rules,
         step_seconds=seconds / len(measured),
         waiting=_seconds(kinds["take"], since, until) / seconds,
+        policy=PolicySize.of_start(start),
     )
 
 

@@ -28,12 +28,13 @@ def begin_timeline(
     max_steps: int,
     rules: dict[str, Any],
     devices: dict[str, int],
+    policy: dict[str, Any],
 ) -> Timeline:
     """The timeline of `run`, which starts, or is resumed, at `version`, and ends after `max_steps`.
 
     Args:
         slots: completions that the engine decodes at a time, `None` where only the engine knows.
-        rules, devices: of the run, as `trl_a3po.planning` reads them.
+        rules, devices, policy: of the run, as `trl_a3po.planning` reads them.
     """
     return Timeline(
         Path(args.output_dir or ".") / NAME,
@@ -51,6 +52,7 @@ def begin_timeline(
         packages={"trl-a3po": __version__, "Python": platform.python_version(), **package_versions()},
         rules=rules,
         devices=devices,
+        policy=policy,
     )
 
 

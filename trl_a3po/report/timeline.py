@@ -10,8 +10,9 @@ All times are in seconds since 1970; missing numbers are `null`. The kinds of li
 
 - `start`: a process starts to train `run`, a name that a resumed run keeps, at `version`, `resumed` or not, with
   `groups_per_batch`, `num_generations`, `max_staleness`, `schedule`, `engine_slots` (`null` where only the engine
-  knows), `max_steps`, the `accelerators` that the main process sees (0 if it trains on a CPU), all `settings`, the
-  versions of `packages`, and the `rules` of the queue and the number of `devices` (`trl_a3po.planning`);
+  knows), `max_steps`, the `process` that trains (`trl_a3po.report.run_process`), the `accelerators` that the main
+  process sees (0 if it trains on a CPU), all `settings`, the versions of `packages`, and the `rules` of the queue, the
+  number of `devices` and the size of the `policy` (`trl_a3po.planning`);
 - `group`: an attempt at a prompt ended (see `trl_a3po.rollout.outcomes.AttemptRecord`);
 - `left_out`: a row of the data was left out; `row` is its place in the prompt stream, `dataset_row` its number in
   `train_dataset` (`null` in a stream), `reason` the kind of its fault and `text` what is wrong with it;

@@ -1,15 +1,19 @@
-"""The trainer's policy as its session publishes and checks it, in this process or spread over several."""
+"""The trainer's policy as its session publishes and checks it, in this process or spread over several, and its
+size."""
 
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from trl_a3po.models.sharded import full_shape
+from trl_a3po.planning.policy_size import PolicySize
 from trl_a3po.publish.adapter_or_merged import check_frozen, published_sources
 from trl_a3po.publish.fsdp_shards import FsdpShards
 from trl_a3po.publish.local_policy import LocalPolicy
 from trl_a3po.publish.partitioned import PartitionedPolicy, Shards
 from trl_a3po.publish.zero_shards import ZeroShards
+from trl_a3po.session.engine_gap import forward_dtype
 
 if TYPE_CHECKING:
     from trl_a3po.trainer import A3POTrainer
@@ -30,6 +34,17 @@ def build_policy(trainer: "A3POTrainer") -> LocalPolicy | PartitionedPolicy:
 
         return PartitionedPolicy(trainer._team, model, shards, sources, forward, frozen)
     return LocalPolicy(model, sources, frozen)
+
+
+def policy_size(trainer: "A3POTrainer") -> PolicySize:
+    """How large the trainer's policy is, wherever its parts are."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    sizes = [(full_shape(p).numel(), p.requires_grad) for p in model.parameters()]
+    return PolicySize(
+        parameters=sum(numbers for numbers, _ in sizes),
+        trained=sum(numbers for numbers, requires_grad in sizes if requires_grad),
+        dtype=str(forward_dtype(model, trainer.accelerator.mixed_precision)).removeprefix("torch."),
+    )
 
 
 def is_partitioned(trainer: "A3POTrainer") -> bool:

@@ -31,7 +31,7 @@ class EngineGapOfRun:
         self._args = args
         self._model = model
         self._dtype = engine_dtype(args, model, mixed_precision)
-        dtypes = (self._dtype, _forward_dtype(model, mixed_precision))
+        dtypes = (self._dtype, forward_dtype(model, mixed_precision))
         coarser = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         self.of_probes = GapWatch("the probe tokens", coarser, args.max_engine_gap, self._explain)
         self._of_batches = GapWatch("the fresh tokens", coarser, args.max_engine_gap, self._explain)
@@ -70,7 +70,7 @@ class EngineGapOfRun:
         )
 
 
-def _forward_dtype(model: PreTrainedModel, mixed_precision: str) -> torch.dtype:
+def forward_dtype(model: PreTrainedModel, mixed_precision: str) -> torch.dtype:
     names = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype: torch.dtype = names.get(mixed_precision, model.dtype)
     return dtype

@@ -28,6 +28,7 @@ from trl_a3po.rollout.batch_rows import Row
 from trl_a3po.rollout.prompt_stream import PromptStream
 from trl_a3po.session.build_engine import build_engine, engine_dtype, known_slots, queue_rules, split_of
 from trl_a3po.session.build_episodes import build_episodes
+from trl_a3po.session.build_policy import policy_size
 from trl_a3po.session.build_queue import build_queue
 from trl_a3po.session.build_scorer import PublishedStates, build_scorer, recorded_columns
 from trl_a3po.session.closing import close_after_error
@@ -86,6 +87,7 @@ class Session:
             max_steps=trainer.state.max_steps,
             rules=asdict(queue_rules(args, episodes=self._episodes is not None)),
             devices=asdict(split_of(args, trainer._team.size)),
+            policy=asdict(policy_size(trainer)),
         )
         self.timeline.flush()  # who watches the run sees that it starts, which may take minutes
         keeps = trainer._rollout_log.share > 0
