@@ -14,6 +14,7 @@ import pytest
 from tests.killed_run import BOUND, GENERATIONS, ROWS
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.choose_checkpoint import newest_valid
+from trl_a3po.report.run_process import is_gone
 from trl_a3po.report.timeline import read_timeline
 
 START_SECONDS, STEP_SECONDS = 240, 60
@@ -61,6 +62,7 @@ def check_killed_run(folder, *, kills, steps, seed):
     noise = random.Random(seed)
     for kill_at in sorted(noise.choices(range(steps // 2), k=kills)):  # each kill may let some more steps pass
         run(folder, steps, kill_at=kill_at, moment=noise.random() * 0.5)
+        assert sys.platform != "linux" or is_gone(read_timeline(folder, "start")[-1]["process"])
     run(folder, steps)
     trace = read_trace(folder)
     assert sum("start" in entry for entry in trace) == kills + 1

@@ -18,6 +18,7 @@ from trl_a3po.report import timeline as timeline_module
 from trl_a3po.report.gantt import PHASES, draw_gantt, rows_of
 from trl_a3po.report.history import by_staleness, read_history
 from trl_a3po.report.plot_runs import runs_figure
+from trl_a3po.report.run_process import is_gone, this_process
 from trl_a3po.report.timeline import NAME, OLDER, Timeline, read_timeline
 from trl_a3po.testing import StubEngine
 
@@ -118,6 +119,7 @@ def test_the_start_says_what_a_reader_needs_to_know_of_the_settings(trained):
     assert start["engine_slots"] is None
     size = trained.model.num_parameters()
     assert start["policy"] == {"parameters": size, "trained": size, "dtype": "float32"}
+    assert start["process"] == this_process() and not is_gone(start["process"])
 
 
 def test_generation_overlaps_training(trained):

@@ -2,8 +2,10 @@
 
 import io
 import json
+import subprocess
 import sys
 import textwrap
+import time
 
 import nbclient
 import nbformat
@@ -12,9 +14,11 @@ from rich.console import Console
 
 from tests.report.made_lines import FIRST, LINES, batch, group, span, start
 from tests.runs import build
+from trl_a3po.cli.diagnosis import diagnose
 from trl_a3po.cli.main import main
 from trl_a3po.report import timeline as timeline_module
 from trl_a3po.report import watch as watching
+from trl_a3po.report.run_process import _state, this_process
 from trl_a3po.report.tail import Tail
 from trl_a3po.report.timeline import NAME, OLDER, Timeline, read_timeline
 from trl_a3po.report.watch import watch
@@ -328,6 +332,52 @@ def test_a_terminal_shows_a_run_from_before_its_beginning_to_its_end(tmp_path, w
     screen, _, after = shown.file.getvalue().rpartition("\x1b[?1049l")  # back from the alternate screen
     assert "waiting for the run to begin" in screen and "after three batches" in screen
     assert "finished" in after and "Reward-bound" in after
+
+
+@pytest.fixture
+def sleeper():
+    """A process, and what a timeline says of it."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process, this_process() | {"pid": process.pid, "started": _state(process.pid)[1]}
+        process.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("steps", [4, 0])
+def test_a_killed_run_is_said_to_have_ended_at_once(tmp_path, capsys, sleeper, steps):
+    process, described = sleeper
+    begins = start(max_steps=10, time=time.time(), process=described)
+    written(tmp_path, [begins, *run_lines(end=False)[1:]] if steps else [begins])
+    main(["watch", str(tmp_path), "--once"])
+    assert "ended" not in capsys.readouterr().out
+    process.kill()
+    process.wait()
+    main(["watch", str(tmp_path), "--once"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "ended without saying so" in shown and "running" not in shown and "starting" not in shown
+    when = "after optimizer step 4" if steps else "before its first optimizer step"
+    assert f"The process was killed {when}: it is not there any more" in shown
+    watch(tmp_path, console=console(force_terminal=True))  # returns
+    assert f"PROBLEM: the process was killed {when}: it is not there any more" in diagnose(tmp_path)[0]
+
+
+def test_a_run_that_ends_while_it_is_looked_at_is_not_said_to_have_been_killed(tmp_path, monkeypatch):
+    def ends(process):
+        with (tmp_path / NAME).open("a") as file:
+            file.write(text_of([END]))
+        return True
+
+    monkeypatch.setattr(watching, "is_gone", ends)
+    shown = console()
+    watch(written(tmp_path, run_lines(end=False)), once=True, console=shown)
+    assert "finished" in shown.file.getvalue() and "killed" not in shown.file.getvalue()
+
+
+def test_a_run_on_another_machine_is_silent_and_not_said_to_have_been_killed(tmp_path, capsys):
+    elsewhere = {"pid": 2**22 + 1, "started": 1, "machine": "another"}
+    written(tmp_path, [start(max_steps=10, process=elsewhere), *run_lines(end=False)[1:]])
+    main(["watch", str(tmp_path), "--once"])
+    assert "silent for" in capsys.readouterr().out
 
 
 def test_an_interrupt_ends_the_watch_quietly(tmp_path, writes_while_waiting):

@@ -14,6 +14,7 @@ from trl_a3po.checkpoints import checkpoint
 from trl_a3po.cli.beside_measured import beside_measured
 from trl_a3po.cli.log_errors import OURS, LoggedError, came_to_its_end, last_error
 from trl_a3po.report.left_out import rows_left_out
+from trl_a3po.report.run_process import how_it_was_left, is_gone
 from trl_a3po.report.timeline import NAME, read_timeline
 from trl_a3po.report.verdict import verdict_of
 from trl_a3po.rollout.left_out import reasons_in_words, row_in_words
@@ -102,24 +103,10 @@ def _known(error: LoggedError) -> str:
 
 
 def _of_timeline(lines: list[dict[str, Any]]) -> Iterator[str]:
-    kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("step", "group", "log")}
-    steps = len(kinds["step"])
-    ended = bool(lines) and lines[-1]["kind"] == "end"
-    if not ended and not steps:
-        yield (
-            "PROBLEM: the run is still starting, or the process was killed before its first optimizer step: its "
-            "timeline has no step and no end. What it printed says which."
-        )
-    elif not ended:
-        yield (
-            f"PROBLEM: the process was killed after optimizer step {steps}, or it is still running: its timeline has "
-            "no end. resume_from_checkpoint=True goes on from its newest checkpoint."
-        )
-    elif error := lines[-1].get("error"):
-        when = f"after optimizer step {steps}" if steps else "before its first optimizer step"
-        yield f"PROBLEM: the run ended {when} with an error. {error}"
-    elif not steps:
-        yield "PROBLEM: the run ended before its first optimizer step: the error is in what it printed."
+    kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("start", "step", "group", "log")}
+    ending = _of_ending(kinds["start"], len(kinds["step"]), lines[-1] if lines else {})
+    if ending is not None:
+        yield f"PROBLEM: {ending}"
     yield from _of_groups(kinds["group"])
     yield from _of_rows(lines)
     if (verdict := verdict_of(lines)) is not None:
@@ -127,6 +114,27 @@ def _of_timeline(lines: list[dict[str, Any]]) -> Iterator[str]:
     if (forecast := beside_measured(lines)) is not None:
         yield forecast
     yield from _of_logs([line["logged"] for line in kinds["log"] if line.get("logged")])
+
+
+def _of_ending(starts: list[dict[str, Any]], steps: int, last: dict[str, Any]) -> str | None:
+    """How the run ended after so many steps, if it did not come to its end."""
+    ended, error = last.get("kind") == "end", last.get("error")
+    if not ended and starts and is_gone(starts[-1].get("process")):
+        return how_it_was_left(steps)
+    if not ended and not steps:
+        return (
+            "the run is still starting, or the process was killed before its first optimizer step: its timeline has "
+            "no step and no end. What it printed says which."
+        )
+    if not ended:
+        return (
+            f"the process was killed after optimizer step {steps}, or it is still running: its timeline has no end. "
+            "resume_from_checkpoint=True goes on from its newest checkpoint."
+        )
+    if error:
+        when = f"after optimizer step {steps}" if steps else "before its first optimizer step"
+        return f"the run ended {when} with an error. {error}"
+    return None if steps else "the run ended before its first optimizer step: the error is in what it printed."
 
 
 def _of_groups(groups: list[dict[str, Any]]) -> Iterator[str]:

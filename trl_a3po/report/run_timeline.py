@@ -14,6 +14,7 @@ from trl_a3po.config import A3POConfig
 from trl_a3po.protocol.engine import EngineStats
 from trl_a3po.report.environment import package_versions
 from trl_a3po.report.recorded_settings import recorded_settings
+from trl_a3po.report.run_process import this_process
 from trl_a3po.report.timeline import NAME, Timeline
 from trl_a3po.rollout.wait_reasons import QueueStatus
 
@@ -47,6 +48,7 @@ def begin_timeline(
         num_generations=args.num_generations,
         engine_slots=slots,
         max_steps=max_steps,
+        process=this_process(),
         accelerators=0 if args.device.type == "cpu" else torch.accelerator.device_count(),
         settings=recorded_settings(args),
         packages={"trl-a3po": __version__, "Python": platform.python_version(), **package_versions()},

@@ -1,6 +1,7 @@
 """`trl-a3po watch RUN`: what a run does and what limits it, on a terminal or in a notebook, while it goes on.
 
-Guarantees: only reads files of the run; the terminal is left as it was.
+Guarantees: only reads files of the run, and asks the system whether its process is there; the terminal is left as it
+was.
 """
 
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from trl_a3po.report.run_process import is_gone
 from trl_a3po.report.tail import Tail
 from trl_a3po.report.timeline import NAME
 from trl_a3po.report.watch_frame import watch_frame
@@ -75,6 +77,7 @@ class _Run:
     def __init__(self, path: Path):
         self._tail = Tail(path)
         self._view: WatchView | None = None
+        self._gone = False
         self.look()
 
     @property
@@ -83,19 +86,30 @@ class _Run:
 
     @property
     def ended(self) -> bool:
-        return self._view is not None and self._view.ended
+        return self._gone or (self._view is not None and self._view.ended)
 
     def look(self) -> None:
-        """See what has been written since the last look."""
+        """See what has been written since the last look, and whether the process is still there."""
+        self._read()
+        if self._has_ended_silently():
+            self._read()  # it may have written its last line meanwhile
+        self._gone = self._has_ended_silently()
+
+    def _read(self) -> None:
         if self._tail.read():
             self._view = watch_view(self._tail.lines)
+
+    def _has_ended_silently(self) -> bool:
+        return self._view is not None and not self._view.ended and is_gone(self._view.process)
 
     def frame(self, console: Console) -> RenderableType:
         if self._view is None:
             return f"{self._tail.path} is not there yet: waiting for the run to begin."
         options = console.options
         name = str(self._tail.path.parent)
-        return watch_frame(self._view, name, time.time(), options.max_width, ascii_only=options.ascii_only)
+        return watch_frame(
+            self._view, name, time.time(), options.max_width, ascii_only=options.ascii_only, gone=self._gone
+        )
 
 
 def _print_frame(seen: _Run, console: Console, run: str, *, wants_more: bool) -> None:

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trl_a3po.report.run_process import how_it_was_left
 from trl_a3po.report.watch_view import SlowGroup, WatchView
 from trl_a3po.rollout.left_out import reasons_in_words
 
@@ -21,7 +22,9 @@ LIMIT_COLOURS = {"balanced": "green", "training": "blue"}
 """Colours of the verdicts in which the trainer does not wait."""
 
 
-def watch_frame(view: WatchView, name: str, now: float, width: int, *, ascii_only: bool = False) -> RenderableType:
+def watch_frame(
+    view: WatchView, name: str, now: float, width: int, *, ascii_only: bool = False, gone: bool = False
+) -> RenderableType:
     """One frame.
 
     Args:
@@ -30,6 +33,7 @@ def watch_frame(view: WatchView, name: str, now: float, width: int, *, ascii_onl
         now: seconds since 1970.
         width: columns that there are.
         ascii_only: the terminal shows ASCII only.
+        gone: the process that trained is not there any more, and has not written that the run ended.
     """
     rows = Table.grid(padding=(0, 1, 0, 0))
     rows.add_column(width=LABELS, style="bold")
@@ -51,16 +55,23 @@ def watch_frame(view: WatchView, name: str, now: float, width: int, *, ascii_onl
             line.truncate(room, overflow="crop" if ascii_only else "ellipsis")
             rows.add_row("" if number else label, line)
     return Group(
-        _header(view, name, now, width, ascii_only), "", rows, "", _verdict(view), *_warnings(view, width, ascii_only)
+        _header(view, name, now, width, ascii_only, gone),
+        "",
+        rows,
+        "",
+        _verdict(view),
+        *(_killed(view) if gone else _warnings(view, width, ascii_only)),
     )
 
 
-def _header(view: WatchView, name: str, now: float, width: int, ascii_only: bool) -> Text:
+def _header(view: WatchView, name: str, now: float, width: int, ascii_only: bool, gone: bool) -> Text:
     silent = now - view.last_written
     if view.error is not None:
         state, colour = f"ended with {view.error.split(':')[0]}", "red"
     elif view.ended:
         state, colour = "finished", "green"
+    elif gone:
+        state, colour = "ended without saying so", "red"
     elif view.starting:
         state, colour = f"starting for {_duration(max(0.0, silent))}, no step yet", "green"
     elif silent > max(SILENT, 5 * (view.step_seconds or 0.0)):
@@ -193,6 +204,11 @@ def _warnings(view: WatchView, width: int, ascii_only: bool) -> list[Text]:
     last = Text(f"{count}: {' '.join(view.warnings[-1].split())}", "yellow")
     last.truncate(width, overflow="crop" if ascii_only else "ellipsis")
     return [Text(""), last]
+
+
+def _killed(view: WatchView) -> list[Text]:
+    words = how_it_was_left(view.step)
+    return [Text(""), Text(words[0].upper() + words[1:], "red")]
 
 
 def _bar(parts: list[tuple[float, str]], width: int, ascii_only: bool) -> Text:

@@ -46,6 +46,7 @@ class WatchView:
         starting: no optimizer step has been done yet since training began, or was resumed.
         ended: training has stopped.
         error: what ended the run, if it was an error.
+        process: that trains, as `this_process` describes it; `None` if the timeline does not say.
         last_written: time of the last line, since 1970.
         rewards: the mean reward at each logging step.
         staleness: share of the trained tokens by their staleness.
@@ -65,6 +66,7 @@ class WatchView:
     starting: bool
     ended: bool
     error: str | None
+    process: dict[str, Any] | None
     last_written: float
     rewards: list[float]
     staleness: dict[int, float]
@@ -99,6 +101,7 @@ def watch_view(lines: Lines) -> WatchView | None:
         starting=not steps,
         ended=lines[-1]["kind"] == "end",
         error=lines[-1].get("error") if lines[-1]["kind"] == "end" else None,
+        process=start.get("process"),
         last_written=max(line.get("time") or line.get("ended") or 0.0 for line in lines[-3:]),
         rewards=[log["reward"] for log in logs if log.get("reward") is not None],
         staleness=_staleness([line["logged"] or {} for line in kinds["log"]]),
