@@ -4,6 +4,7 @@
     python recipes/learning_study.py --gpus 0 1 --parallel 5 --budget 900     # again: goes on where the budget ended
     python recipes/learning_study.py --sweep --gpus 0 1 --parallel 5 --budget 300     # learning rate, staleness, cap
     python recipes/learning_study.py --figure                                 # tables, verdicts and figures again
+    python recipes/learning_study.py --figure --until 50                      # of the first 50 steps, of cut runs too
     python recipes/learning_study.py --steps 2 --tasks sums --methods loglinear --seeds 0     # a look, on a CPU
 
 SmolLM2-135M-Instruct, all weights trained in float32, on two tasks of reasoning-gym. `schedule="fixed_lag"` trains
@@ -16,15 +17,19 @@ First, each GPU has a run of GRPOTrainer and of A3POTrainer to itself, to compar
 """
 
 import argparse
+import fcntl
 import math
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 from learning.parallel import run_parallel
 from learning.report import draw, draw_sweep, table, verdicts
-from learning.results import read_results, write_results
+from learning.results import first_steps, read_results, write_results
 from learning.runs import ASYNC, GENERATIONS, GRPO_TRAINER, METHODS, PROMPTS, Run, Settings, train
 from learning.tasks import TASKS
 from rich.console import Console
@@ -54,6 +59,7 @@ def parse_arguments():
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time on each GPU")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds, after which every run is stopped")
     parser.add_argument("--figure", action="store_true", help="train nothing")
+    parser.add_argument("--until", type=int, help="report the first steps alone, of every run that has as many")
     parser.add_argument("--output", default="outputs/learning_study")
     arguments = parser.parse_args()
     if arguments.clock_seeds is None:
@@ -131,18 +137,35 @@ def _smollm2() -> str:
     return smollm2_path()
 
 
-def report(output: Path, console: Console) -> None:
+def report(output: Path, console: Console, until: int | None = None) -> None:
     results = read_results(output)
     write_results(output, results)
-    console.print(table(results))
-    for verdict in verdicts(results):
-        console.print(verdict)
-    for task in sorted({result.run.task for result in results}):
-        draw(results, task, output / f"learning_{task}.png")
-    if any(result.done and result.run.cap is not None for result in results):
-        draw_sweep(results, output / "learning_sweep.png")
+    if until is not None:
+        results = first_steps(results, until)
+    rates = sorted({result.run.learning_rate for result in results})
+    for rate in rates:
+        alike = [result for result in results if result.run.learning_rate == rate]
+        console.print(table(alike, f"learning rate {rate:g}"))
+        for verdict in verdicts(alike):
+            console.print(verdict)
+        for task in sorted({result.run.task for result in alike}):
+            draw(
+                alike, task, output / (f"learning_{task}.png" if len(rates) == 1 else f"learning_{task}_{rate:g}.png")
+            )
+    draw_sweep(results, output / "learning_sweep.png")
     console.print(f"Results and figures are in {output}")
     console.save_text(str(output / "report.txt"))
+
+
+@contextmanager
+def alone_in(output: Path) -> Iterator[None]:
+    """Two studies would write the same files."""
+    with (output / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"Another study is training into {output}: pass another folder as --output, or wait for it.")
+        yield
 
 
 def main():
@@ -151,8 +174,9 @@ def main():
     output = Path(arguments.output)
     output.mkdir(parents=True, exist_ok=True)
     if not arguments.figure:
-        train_all(arguments, output, deadline)
-    report(output, Console(width=220, record=True))
+        with alone_in(output):
+            train_all(arguments, output, deadline)
+    report(output, Console(width=220, record=True), arguments.until)
 
 
 if __name__ == "__main__":

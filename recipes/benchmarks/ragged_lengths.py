@@ -12,11 +12,12 @@ completion has `--tokens` tokens. The first GPU trains and the second one genera
 both share the first one.
 
 `grpo` is GRPOTrainer with a vLLM server (`:1`: colocated). `async_grpo` is TRL's AsyncGRPOTrainer with a server; it
-loads FlashAttention 3 from the Hub, and `torch`'s own kernel takes its place here. `a3po` has the options `recompute`
-(the proximal policy by a forward), `sync` (no asynchrony), `transformers` (the engine) and `tp` (vLLM with tensor
-parallelism on the second and third GPU, or, with `:1:tp`, on both of two GPUs). The option `lora` trains a rank-16 adapter. Its `bound` is what no schedule
-can do better: the seconds that the engine needs for the tokens of a step at the rate at which it samples, or those of
-training and publishing, if they are more. With `:1` each slows the other down, so there is none.
+loads FlashAttention 3 from the Hub, and `torch`'s own kernel takes its place here. `a3po` has the options
+`recompute` (the proximal policy by a forward), `sync` (no asynchrony), `transformers` (the engine) and `tp` (vLLM
+with tensor parallelism on the second and third GPU, or, with `:1:tp`, on both of two GPUs). The option `lora` trains
+a rank-16 adapter. Its `bound` is what no schedule can do better: the seconds that the engine needs for the tokens of
+a step at the rate at which it samples, or those of training and publishing, if they are more. With `:1` each slows
+the other down, so there is none.
 
 `step`, `wait` (for a batch), `publish` and `train` (the rest) are seconds per optimizer step, those that
 AsyncGRPOTrainer logs for itself; `tokens/s` are trained completion tokens.

@@ -5,7 +5,7 @@ Guarantees: a verdict compares runs of the same seed and task, and says how far 
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from learning.runs import ASYNC, GRPO_TRAINER, METHODS
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from trl_a3po import A3POConfig
+
+OWN_CAP: float = A3POConfig.behavior_weight_cap
 EQUAL = 0.02  # of reward: what counts as no worse
 BIN = 5  # steps of a drawn point
 COLUMNS = ("reward", "held-out", "whole reward", "entropy", "clipped", "w min", "w max", "r min", "r max", "rho max",
@@ -31,18 +34,19 @@ Numbers = dict[Cell, dict[int, dict[str, float]]]  # -> seed -> name -> value
 
 
 def numbers(results: Sequence[Result]) -> Numbers:
-    """The summaries of the finished runs with their method's own cap, by cell and seed."""
+    """The summaries of the finished runs with their method's own cap, by cell and seed. The runs share their learning
+    rate."""
     found: Numbers = {}
     for one in results:
-        if one.done and one.run.cap is None:
+        if one.done and one.run.cap in (None, OWN_CAP):
             run = one.run
             summed = {**summary(one.steps, run.staleness), "held-out": one.end["held_out"]}
             found.setdefault((run.task, run.method, run.staleness), {})[run.seed] = summed
     return found
 
 
-def table(results: Sequence[Result]) -> Table:
-    shown = Table("task", "method", "d", "seeds", *COLUMNS, title="mean over the seeds (range)")
+def table(results: Sequence[Result], title: str) -> Table:
+    shown = Table("task", "method", "d", "seeds", *COLUMNS, title=f"{title}: mean over the seeds (range)")
     for (task, method, d), seeds in sorted(numbers(results).items()):
         cells = [spread([run[name] for run in seeds.values()]) for name in COLUMNS]
         shown.add_row(task, method, str(d), str(len(seeds)), *cells)
@@ -172,7 +176,8 @@ def draw(results: Sequence[Result], task: str, path: Path) -> None:
         axes[row][0].set_ylabel(name)
         for panel in axes[row]:
             panel.spines[["top", "right"]].set_visible(False)
-    axes[0][-1].legend(frameon=False, fontsize="small")
+    lines = {line.get_label(): line for panel in axes[0] for line in panel.get_lines()}
+    axes[0][-1].legend(handles=[*lines.values()], frameon=False, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
@@ -198,31 +203,33 @@ def draw_band(axes, curves: Sequence[Sequence[float]], method: str) -> None:
 
 
 def draw_sweep(results: Sequence[Result], path: Path) -> None:
-    """Held-out reward by learning rate and cap, a panel for each staleness."""
-    swept = [one for one in results if one.done and one.run.cap is not None]
-    columns = sorted({one.run.staleness for one in swept})
-    rates = sorted({one.run.learning_rate for one in swept})
-    caps = sorted({one.run.cap or 0.0 for one in swept})
-    figure = Figure(figsize=(1.5 + 3.4 * len(columns), 1.2 + 0.8 * len(caps)), layout="constrained")
-    axes = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
-    for panel, d in zip(axes, columns, strict=True):
-        here = [one for one in swept if one.run.staleness == d]
-        grid = [[_mean_of(here, rate, cap, lambda one: one.end["held_out"]) for rate in rates] for cap in caps]
-        image = panel.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower")
-        for y, row in enumerate(grid):
-            for x, value in enumerate(row):
-                if not math.isnan(value):
-                    panel.text(x, y, f"{value:.2f}", ha="center", va="center", color="w" if value < 0.6 else "k")
+    """Reward of the last fifth of the steps of the log-linear anchor, by learning rate and staleness, a panel for each
+    cap. No file is written where no two learning rates were trained."""
+    swept: dict[float, dict[tuple[int, float], dict[int, float]]] = {}  # cap -> (staleness, rate) -> seed -> reward
+    for one in results:
+        run = one.run
+        if one.done and run.method == "loglinear":
+            cell = swept.setdefault(OWN_CAP if run.cap is None else run.cap, {})
+            cell.setdefault((run.staleness, run.learning_rate), {})[run.seed] = summary(one.steps, 0)["reward"]
+    rates = sorted({rate for cells in swept.values() for _, rate in cells})
+    lags = sorted({lag for cells in swept.values() for lag, _ in cells})
+    if len(rates) < 2:
+        return
+    figure = Figure(figsize=(1.8 + (0.5 + 0.8 * len(rates)) * len(swept), 1.4 + 0.6 * len(lags)), layout="constrained")
+    axes = figure.subplots(1, len(swept), squeeze=False, sharey=True)[0]
+    largest = max(statistics.mean(seeds.values()) for cells in swept.values() for seeds in cells.values())
+    for panel, cap in zip(axes, sorted(swept), strict=True):
+        means = {cell: statistics.mean(seeds.values()) for cell, seeds in swept[cap].items()}
+        grid = [[means.get((lag, rate), math.nan) for rate in rates] for lag in lags]
+        image = panel.imshow(grid, vmin=0, vmax=largest, cmap="viridis", aspect="auto", origin="lower")
+        for (lag, rate), value in means.items():
+            colour = "w" if value < 0.6 * largest else "k"
+            panel.text(rates.index(rate), lags.index(lag), f"{value:.2f}", ha="center", va="center", color=colour)
         panel.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
-        panel.set_yticks(range(len(caps)), ["none" if math.isinf(cap) else f"{cap:g}" for cap in caps])
+        panel.set_yticks(range(len(lags)), [str(lag) for lag in lags])
         panel.set_xlabel("learning rate")
-        panel.set_title(f"staleness {d}", loc="left", fontweight="bold")
-    axes[0].set_ylabel("cap on w")
-    figure.colorbar(image, ax=list(axes), label="held-out reward")
+        panel.set_title("no cap on w" if math.isinf(cap) else f"w up to {cap:g}", loc="left", fontweight="bold")
+    axes[0].set_ylabel("staleness")
+    figure.colorbar(image, ax=list(axes), label="reward")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-
-
-def _mean_of(results: Sequence[Result], rate: float, cap: float, value: Callable[[Result], float]) -> float:
-    found = [value(one) for one in results if (one.run.learning_rate, one.run.cap) == (rate, cap)]
-    return statistics.mean(found) if found else math.nan

@@ -46,6 +46,20 @@ def read_run(path: Path) -> Result | None:
     return Result(Run(**lines[0]["run"]), steps, next((line for line in lines if "done" in line), {}))
 
 
+def first_steps(results: Iterable[Result], count: int) -> list[Result]:
+    """The first `count` steps of the runs that have as many, each as a finished run. What only the last line of a run
+    says is NaN."""
+    return [
+        Result(
+            one.run,
+            {name: values[:count] for name, values in one.steps.items()},
+            {"done": True, "held_out": math.nan},
+        )
+        for one in results
+        if len(one) >= count
+    ]
+
+
 def columns(steps: Sequence[Mapping[str, float]]) -> Steps:
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: [step.get(name) for step in steps] for name in names}

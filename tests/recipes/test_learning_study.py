@@ -108,10 +108,10 @@ def write_run(folder: Path, run, rewards, *, done: bool, cut_line: bool = False,
     (folder / "runs" / f"{run.name}.jsonl").write_text(text)
 
 
-def a_run(method="loglinear", staleness=2, seed=0, **more):
+def a_run(method="loglinear", staleness=2, seed=0, rate=1e-5, **more):
     from learning.runs import Run
 
-    return Run("sums", method, staleness, seed, 1e-5, **more)
+    return Run("sums", method, staleness, seed, rate, **more)
 
 
 def test_a_finished_run_is_left_out_and_a_cut_one_is_begun_again(tmp_path):
@@ -193,7 +193,6 @@ def test_the_report_compares_runs_of_the_same_seed_and_draws_them(tmp_path):
                 "clip_high": [1 - reward] * 10,
             }
             write_run(tmp_path, a_run(method, seed=seed), curve, done=True, **ratios)
-    write_run(tmp_path, a_run(cap=5.0), [0.5] * 10, done=True)
     write_run(tmp_path, a_run("GRPOTrainer", 0, alone=True), [0.0] * 3 + [0.5] * 7, done=True)
     write_run(tmp_path, a_run("async", 2, alone=True), [0.0] + [0.5] * 9, done=True)
     results = read_results(tmp_path)
@@ -201,10 +200,53 @@ def test_the_report_compares_runs_of_the_same_seed_and_draws_them(tmp_path):
     assert "anchor (sums, d 2): reward +0.2 (± " in said and "3 seeds): holds" in said
     assert "1/d = 0.5: holds, by construction" in said
     assert "reward 0.45 (nine tenths of GRPOTrainer's last) after 14.0 s with GRPOTrainer, 10.0 s with" in said
-    assert table(results).row_count == 4
+    assert table(results, "learning rate 1e-05").row_count == 4
     draw(results, "sums", tmp_path / "steps.png")
     draw_sweep(results, tmp_path / "sweep.png")
-    assert all((tmp_path / name).stat().st_size > 8_000 for name in ("steps.png", "sweep.png"))
+    assert (tmp_path / "steps.png").stat().st_size > 8_000 and not (tmp_path / "sweep.png").exists()
+
+
+def test_learning_rates_are_reported_apart_and_drawn_together(tmp_path):
+    from learning_study import report
+    from rich.console import Console
+
+    for rate, reward in ((1e-5, 0.5), (1e-6, 0.2)):
+        for run in (a_run(rate=rate), a_run(rate=rate, staleness=8), a_run(rate=rate, cap=2.0)):
+            write_run(tmp_path, run, [reward] * 10, done=True)
+    console = Console(width=220, record=True)
+    report(tmp_path, console)
+    text = (tmp_path / "report.txt").read_text()
+    first, second = text.index("learning rate 1e-06"), text.index("learning rate 1e-05")
+    assert "0.2" in text[first:second] and "0.5" not in text[first:second]
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "learning_sums_1e-06.png",
+        "learning_sums_1e-05.png",
+        "learning_sweep.png",
+    }
+
+
+def test_the_first_steps_of_a_cut_run_are_compared(tmp_path):
+    from learning.results import first_steps, read_results
+
+    write_run(tmp_path, a_run(seed=0), [0.1, 0.2, 0.9], done=True)
+    write_run(tmp_path, a_run(seed=1), [0.3, 0.4], done=False)
+    write_run(tmp_path, a_run(seed=2), [0.5], done=False)
+    first = first_steps(read_results(tmp_path), 2)
+    assert {one.run.seed: one.steps["reward"] for one in first} == {0: [0.1, 0.2], 1: [0.3, 0.4]}
+    assert all(one.done and math.isnan(one.end["held_out"]) for one in first)
+
+
+def test_two_studies_do_not_write_into_one_folder(tmp_path):
+    from learning_study import alone_in
+
+    with (
+        alone_in(tmp_path),
+        pytest.raises(SystemExit, match=r"Another study is training into .*--output"),
+        alone_in(tmp_path),
+    ):
+        pass
+    with alone_in(tmp_path):
+        pass
 
 
 def test_a_few_steps_are_reported_too(tmp_path):
