@@ -15,6 +15,7 @@ from tests.distributed import runs
 from tests.distributed.launch import launch
 from tests.tiny import save_tiny_model
 from tests.vision import FAMILIES
+from trl_a3po.report.timeline import NAME
 
 pytestmark = pytest.mark.timeout(900)
 SPREAD = ["ddp", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("zero2", "zero3", "fsdp2"))]
@@ -84,6 +85,17 @@ def test_what_is_logged_is_that_of_one_process(folder, spread, name):
 def test_every_version_reaches_the_engine_once(folder, spread, name):
     skip_unless_run(spread, name)
     assert log(spread / name)["published"] == log(folder / "one" / name)["published"]
+
+
+def policies(folder):
+    """What the timeline says of the policy of each run, of which there is one after the other."""
+    lines = map(json.loads, (folder / NAME).read_text().splitlines())
+    return [tuple(line["policy"].items()) for line in lines if line["kind"] == "start"]
+
+
+def test_a_policy_is_as_large_as_in_one_process(folder, spread):
+    one, several = policies(folder / "one"), policies(spread)
+    assert several == one or (spread.name == "fsdp2" and len(several) > 3 and set(several) <= set(one))
 
 
 def test_an_evaluation_scores_what_one_process_scores(folder, spread):
