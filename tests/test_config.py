@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -258,6 +259,23 @@ def test_a_setting_of_a_wrong_type_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=rf"^{name}={re.escape(repr(value))} must be ") as error:
         config(engine="vllm", **{name: value})
     assert str(error.value).count(". ") == 0  # one sentence
+
+
+@pytest.mark.parametrize("name", ["output_dir", *TEXTS])
+def test_a_path_may_begin_with_the_home_folder_and_is_whole(name, tmp_path, monkeypatch):
+    """Every text among the settings is a path."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    there = {} if name == "vllm_python" else {"vllm_server_urls": ["http://a"]}
+    for given in ("~/venv/bin/python", "venv/bin/python", str(python)):
+        assert getattr(config(engine="vllm", **there, **{name: given}), name) == str(python)
+
+
+def test_an_interpreter_without_a_folder_is_looked_up_in_path():
+    assert config(engine="vllm", vllm_python="python3").vllm_python == "python3"
 
 
 def test_the_number_of_a_device_is_answered_with_its_name():

@@ -533,6 +533,12 @@ def test_a_file_of_ours_that_has_changed_is_refused_and_an_older_checkpoint_take
         choose_checkpoint(str(folders[1]), str(tmp_path))
 
 
+def test_a_checkpoint_may_be_given_by_its_path_in_the_home_folder(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "checkpoint-1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert choose_checkpoint("~/checkpoint-1", "elsewhere") == tmp_path / "checkpoint-1"
+
+
 def test_a_checkpoint_of_someone_else_is_refused_with_what_is_wrong(tmp_path):
     checkpoint.begin(tmp_path)
     checkpoint.write_json(tmp_path / checkpoint.STATE, {"format": checkpoint.FORMAT, "queue": {"next_take": 1}})

@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 def choose_checkpoint(resume_from_checkpoint: bool | str, output_dir: str) -> Path:
-    """The folder to resume from: for `True`, the newest valid checkpoint in `output_dir`, and else the given folder.
+    """The folder to resume from: for `True`, the newest valid checkpoint in `output_dir`, and else the given folder,
+    in which `~` is the home folder.
 
     A given folder may also be a checkpoint of `GRPOTrainer`.
 
@@ -21,7 +22,7 @@ def choose_checkpoint(resume_from_checkpoint: bool | str, output_dir: str) -> Pa
     """
     if resume_from_checkpoint is True:
         return newest_valid(Path(output_dir))
-    folder = Path(str(resume_from_checkpoint))
+    folder = Path(str(resume_from_checkpoint)).expanduser()
     problem = checkpoint.why_invalid(folder) or checkpoint.why_damaged(folder)
     plain = folder.is_dir() and not checkpoint.is_ours(folder) and (folder / "trainer_state.json").is_file()
     if problem is not None and not plain:

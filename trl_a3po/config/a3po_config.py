@@ -97,10 +97,11 @@ class A3POConfig(
             if isinstance(value := getattr(self, name), bool):  # YAML reads an unquoted on or off so
                 setattr(self, name, "on" if value else "off")
         check_types(self)
-        # A reward function may change the working folder of the process while a checkpoint is written.
-        self.output_dir = os.path.abspath(self.output_dir)
+        self.output_dir = _whole_path(self.output_dir)
         if self.vllm_weights_dir is not None:
-            self.vllm_weights_dir = os.path.abspath(self.vllm_weights_dir)
+            self.vllm_weights_dir = _whole_path(self.vllm_weights_dir)
+        if self.vllm_python is not None and os.path.dirname(self.vllm_python):  # else it is looked up in PATH
+            self.vllm_python = _whole_path(self.vllm_python)
         self._map_trl_vllm_fields()
         self.check()
 
@@ -230,6 +231,12 @@ class A3POConfig(
 
 # The settings are described once, by the help of their fields.
 A3POConfig.__doc__ = f"{inspect.cleandoc(A3POConfig.__doc__ or '')}\n\n{parameters_section()}"
+
+
+def _whole_path(path: str) -> str:
+    """`path` from the root, with the home folder for `~`: no shell reads a recipe or an unusual argument, and a reward
+    function may change the working folder of the process while a checkpoint is written."""
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _copied(value: Any) -> Any:
