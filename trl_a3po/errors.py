@@ -17,10 +17,10 @@ class A3POError(RuntimeError):
 class EngineError(A3POError):
     """The engine cannot sample any more, or has returned something that is not a valid group.
 
-    Raised when the engine cannot start, when its worker has died more often than `engine_restarts` allows, when no
-    vLLM server could sample for `vllm_outage_timeout` seconds, or when the engine has not answered in time. The
-    message includes the last output of the worker: look for the cause there. A run that is resumed from a checkpoint
-    samples the prompts again that were in the engine.
+    Raised when the engine cannot start, when an error ends its worker before any group is finished, when its worker
+    has died more often than `engine_restarts` allows, when no vLLM server could sample for `vllm_outage_timeout`
+    seconds, or when the engine has not answered in time. The message includes the last output of the worker: look for
+    the cause there. A run that is resumed from a checkpoint samples the prompts again that were in the engine.
     """
 
 

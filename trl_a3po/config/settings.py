@@ -112,7 +112,11 @@ class EngineSettings:
         },
     )
     engine_restarts: CountOrZero = field(
-        default=3, metadata={"help": "Times that a dead engine process is started again before the run stops."}
+        default=3,
+        metadata={
+            "help": "Times that a dead engine process is started again before the run stops. A process that cannot "
+            "start, or that an error ends before any group is finished, is not started again."
+        },
     )
     kv_on_publish: Literal["keep", "recompute"] = field(
         default="keep",

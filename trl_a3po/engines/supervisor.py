@@ -2,7 +2,9 @@
 
 Guarantees: every request ends in one event, also when its worker dies; a request is sent to the worker behind the
 weights that were published before it; the worker reads weights only while nobody writes them; a dead worker is
-restarted, at most `max_restarts` times, and loads the weights published last.
+restarted, at most `max_restarts` times, and loads the weights published last. A worker is not replaced that dies
+before it is ready for the first time, or whose error ends it before any worker has finished a group: another one would
+fail in the same way.
 
 One thread, "a3po-engine", starts the workers and reads their messages; another one, "a3po-publish", waits for weights
 on their way into the staging memory. Every method may be called from any thread; `self._changed` guards the state and
@@ -21,7 +23,7 @@ from typing import Any
 from trl_a3po.engines.request_book import RequestBook
 from trl_a3po.engines.staging import Staging
 from trl_a3po.errors import EngineError
-from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupRequest
+from trl_a3po.protocol.engine import EngineEvent, EngineStats, GroupFinished, GroupRequest
 from trl_a3po.workers.channel import Channel
 from trl_a3po.workers.process import WorkerProcess
 from trl_a3po.workers.reading import WorkerEnded, WorkerUnusable, read_messages
@@ -70,6 +72,8 @@ class Supervisor:
         self._loading = False  # the worker may be reading the staging memory
         self._writing = False  # the trainer is writing it
         self._ready_once = False
+        self._finished_once = False  # a worker has finished a group
+        self._raised: str | None = None  # the error that ends the worker
         self._heard = time.monotonic()
         self._error: str | None = None
         self._closing = False
@@ -241,6 +245,7 @@ class Supervisor:
         worker = self._new_worker()
         with self._changed:
             self._worker = worker
+            self._raised = None
             self._heard = time.monotonic()
             worker.channel.send(("setup", self._payload, self._staging.handle()))
         return worker
@@ -274,7 +279,10 @@ class Supervisor:
                 self._ready_once = True
             case ("unusable", why):
                 self._end_with(why)
+            case ("raised", error):
+                self._raised = error
             case ("events", events):
+                self._finished_once |= any(isinstance(event, GroupFinished) for event in events)
                 self._requests.ended(events)
             case ("scored", key, answer, version):
                 self._requests.answer(key, (answer, version))
@@ -325,6 +333,11 @@ class Supervisor:
         printed = f"It printed:\n{output or '(nothing)'}"
         if not self._ready_once:
             self._end_with(f"The engine's worker ended ({how}) before it was ready. {printed}")
+        elif self._raised is not None and not self._finished_once:
+            self._end_with(
+                f"The engine's worker ended ({how}) before it had finished a group, because of an error that another "
+                f"worker would meet as well ({self._raised}). {printed}"
+            )
         elif self._stats.restarts == self._max_restarts:
             self._end_with(
                 f"The engine's worker ended ({how}) after it had been restarted engine_restarts={self._max_restarts} "

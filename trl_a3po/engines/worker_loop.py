@@ -2,11 +2,11 @@
 
 Guarantees: messages are handled in order, between decode steps, so a request behind a `load` is sampled from those
 weights or newer ones; a request that cannot be served fails alone; the process ends when its parent does; an error
-that ends the process is the last thing it prints.
+that ends the process is the last thing it prints, and the last message that it sends.
 
 Messages in: `setup`, `load`, `submit`, `cancel`, `end_episodes`, `score`. Messages out: `built`, `loaded`, `events`,
-`progress`, `scored`, `unusable` of a worker that no other one could replace, and `warning`, one for each warning of
-the library.
+`progress`, `scored`, `unusable` of a worker that no other one could replace, `raised`, and `warning`, one for each
+warning of the library.
 """
 
 import logging
@@ -77,8 +77,10 @@ def run_worker(set_up: Callable[[Channel], tuple[Load, Decoder]]) -> None:
         _Server(channel, load, decoder).serve()
     except EOFError:
         code = 0  # the engine closed its side
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        channel.send(("raised", " ".join(f"{type(error).__name__}: {error}".split())))
+        channel.drain()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing to tidy up, and the teardown of a CUDA context takes seconds
