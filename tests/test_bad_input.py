@@ -24,7 +24,6 @@ from transformers import (
 
 from tests.runs import COMPLETE, build, logged
 from tests.tiny import VOCAB, save_tiny_model, tiny_config, tiny_prompts, tiny_tokenizer
-from tests.vision import FAMILIES
 from trl_a3po import A3POConfig, A3POTrainer
 from trl_a3po.checks.policy import check_evaluated, check_sharding, check_shards, check_trained_before
 from trl_a3po.errors import EngineError, RewardError, StampError
@@ -403,22 +402,6 @@ def test_a_model_that_fsdp_cannot_shard_for_publishing_is_refused(tmp_path):
     check_shards(args, False, model)
     with pytest.raises(ValueError, match=r"torch_compile=True cannot hold under FSDP2.*set torch_compile=False"):
         check_shards(args, True, model)
-
-
-def test_a_trained_output_layer_that_fsdp_shards_alone_is_refused(tmp_path):
-    args = A3POConfig(str(tmp_path), use_cpu=True)
-    text = AutoModelForCausalLM.from_config(tiny_config())
-    for accepted in (
-        text,
-        get_peft_model(AutoModelForCausalLM.from_config(tiny_config()), LoraConfig(target_modules="all-linear")),
-        AutoModelForCausalLM.from_config(tiny_config(tie_word_embeddings=True)),
-    ):
-        check_shards(args, True, accepted)
-    whole_head = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
-    for refused in (get_peft_model(text, whole_head), FAMILIES["qwen2_5_vl"].model()):
-        check_shards(args, False, refused)
-        with pytest.raises(ValueError, match=r"would not be averaged over the processes: launch it with DDP"):
-            check_shards(args, True, refused)
 
 
 def test_an_evaluation_before_training_is_refused_under_fsdp():

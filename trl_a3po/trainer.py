@@ -69,6 +69,7 @@ from trl_a3po.checks.overrides import (
 )
 from trl_a3po.checks.policy import (
     check_evaluated,
+    check_head,
     check_parallelism,
     check_policy,
     check_sharding,
@@ -87,7 +88,7 @@ from trl_a3po.errors import Terminated
 from trl_a3po.forward.training import TrainingForward
 from trl_a3po.models.fsdp_groups import groups_complete
 from trl_a3po.models.mode import mode_of_this_thread
-from trl_a3po.models.sharded import keep_output_dtypes, load_as_launched, load_in_every_process
+from trl_a3po.models.sharded import keep_output_dtypes, load_as_launched, load_in_every_process, reshard
 from trl_a3po.objectives.inputs import per_token
 from trl_a3po.planning.earlier_run import forecast_from_earlier_run
 from trl_a3po.protocol.records import Group
@@ -256,7 +257,9 @@ class A3POTrainer(ReplayHooks, GRPOTrainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with groups_complete():
-            return super()._prepare_for_training(*args, **kwargs)
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        check_head(self.accelerator.unwrap_model(self.model))
+        return prepared
 
     def _complete(self, on_group: OnGroup | None) -> None:
         """Check what TRL has built, and build the rest. The engine starts with training."""
@@ -659,6 +662,8 @@ class A3POTrainer(ReplayHooks, GRPOTrainer):
     ) -> Any:
         padded = super()._get_per_token_logps_and_entropies
         outputs = self._training_forward(padded, model, input_ids, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            reshard(model)
         # Only once per loss: TRL reads the anchor and the advantages after this call.
         inputs, self._loss_inputs = self._loss_inputs, None
         if inputs is not None:

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, gather_object
 from packaging.version import Version
 from peft import LoraConfig
+from torch.distributed import fsdp
 
 from tests.episodes.chat import call, chat_model, chat_tokenizer, questions, results_in, said
 from tests.images import pictured
@@ -47,6 +49,7 @@ RUNS = {
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
 }
 KL = {"lora": True, "loss_type": "grpo", "beta": 0.04}
+FSDP_RUNS = {"saved-head": {"saved": "lm_head", **KL}}
 PERIODIC_RUNS = {
     "sync": {"schedule": "sync"},
     "periodic": {"schedule": "periodic"},
@@ -64,6 +67,8 @@ MODES = {
     "fsdp2-older": {"ddp_backend": "gloo"},  # with layers grouped as for torch before 2.13, whichever it is
     "fsdp2-bf16": {"ddp_backend": "gloo"},
     "fsdp2-hybrid": {"ddp_backend": "gloo"},  # two copies of the model, each sharded over half of the processes
+    "fsdp2-offload": {"ddp_backend": "gloo"},  # weights, gradients and the optimizer's states in host memory
+    "fsdp2-linear": {"ddp_backend": "gloo"},  # with every linear layer in a group of its own
     "fsdp2-gpu": {"delivery_check_steps": 1},  # by `accelerate launch`, on GPUs
     "fsdp2-full": {"ddp_backend": "gloo"},  # as a state dict that is saved whole, with weights that all processes load
     "launched": {"ddp_backend": "gloo"},  # by `accelerate launch` with a configuration
@@ -106,6 +111,11 @@ def use(folder: Path, mode: str) -> None:
         )
     if mode == "fsdp2-older":
         fsdp_groups.COMPLETES_GROUPS = Version("1000")
+    if mode == "fsdp2-offload":
+        os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
+        fsdp.CPUOffloadPolicy = Unpinned  # which accelerate imports when it reads its settings
+    if mode == "fsdp2-linear":
+        os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "Linear"
     if mode == "fsdp2-hybrid":
         os.environ |= {
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
@@ -125,6 +135,13 @@ def use_fsdp(**settings: str) -> None:
         **settings,
     }
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+
+
+@dataclass
+class Unpinned(fsdp.CPUOffloadPolicy):
+    """Memory is pinned for an accelerator, of which there is none."""
+
+    pin_memory: bool = False
 
 
 class MeasuringEngine(StubEngine):
@@ -168,8 +185,13 @@ def play(prompt_ids, number: int) -> list[int]:
     return said(f"turn {done}" + call("step", k=done + number)) if done < number else said(f"end {number}")
 
 
-def arguments(folder: Path, lora: bool, tied: bool, episodes: bool, images: bool, evaluates: bool) -> dict:
+def arguments(
+    folder: Path, lora: bool, saved: str | None, tied: bool, episodes: bool, images: bool, evaluates: bool
+) -> dict:
     """What a trainer is given beside its configuration."""
+    layers = {"target_modules": "all-linear"}
+    if saved is not None:  # a layer that is trained as a whole, beside an adapter
+        layers = {"target_modules": ["q_proj"], "modules_to_save": [saved]}
     if episodes:
         environment = {"environment_factory": Steps, "reward_funcs": None}
         return {
@@ -187,7 +209,7 @@ def arguments(folder: Path, lora: bool, tied: bool, episodes: bool, images: bool
         "reward_funcs": reward,
         "train_dataset": tiny_prompts(),
         "eval_dataset": tiny_prompts(8) if evaluates else None,
-        "peft_config": LoraConfig(r=4, target_modules="all-linear") if lora else None,
+        "peft_config": LoraConfig(r=4, **layers) if lora else None,
     }
 
 
@@ -197,6 +219,7 @@ def build(
     processes: int,
     *,
     lora: bool = False,
+    saved: str | None = None,
     tied: bool = False,
     episodes: bool = False,
     images: bool = False,
@@ -231,7 +254,9 @@ def build(
         },
     )
     torch.manual_seed(3)  # an adapter's initialisation
-    return A3POTrainer(args=args, **arguments(folder, lora, tied, episodes, images, "eval_strategy" in settings))
+    return A3POTrainer(
+        args=args, **arguments(folder, lora, saved, tied, episodes, images, "eval_strategy" in settings)
+    )
 
 
 def gathers_after_preparing(trainer: A3POTrainer) -> list[None]:
@@ -255,7 +280,7 @@ def gathers_after_preparing(trainer: A3POTrainer) -> list[None]:
 
 
 def run(name: str, folder: Path, mode: str, processes: int) -> None:
-    trainer = build(folder, mode, processes, **(RUNS | PERIODIC_RUNS)[name])
+    trainer = build(folder, mode, processes, **(RUNS | PERIODIC_RUNS | FSDP_RUNS)[name])
     engine = trainer.args.engine
     gathers = []
     if mode == "zero3":
@@ -274,14 +299,13 @@ def run(name: str, folder: Path, mode: str, processes: int) -> None:
             "forwards": forwards,
             "gathers": gathers,
             "most_whole_bytes": engine.most_whole_bytes,
+            "offloads": mode.startswith("fsdp2") and isinstance(trainer._fsdp_plugin.cpu_offload, Unpinned),
         }
         (folder / mode / name / "log.json").write_text(json.dumps(log))
 
 
 def main() -> None:
     folder, mode, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:] or list(RUNS)
-    if mode.startswith("fsdp2") and not sys.argv[3:]:
-        names.remove("images")  # which are refused
     processes = int(os.environ["WORLD_SIZE"])
     use(folder, mode)
     gc.freeze()  # accelerate collects garbage in every training

@@ -24,6 +24,13 @@ pytestmark = pytest.mark.timeout(900)
 EACH_ONCE = (("fsdp2", ()), ("fsdp2-full", ("lora",)), ("fsdp2-older", ("lora",)))
 
 
+def same_weights(folder, name, mode):
+    """The run `name` has trained in `mode` what it trains in one process."""
+    expected, trained = (load_file(*(folder / where / name).glob("*model.safetensors")) for where in ("one", mode))
+    for key, weight in expected.items():
+        torch.testing.assert_close(trained[key], weight, rtol=1e-5, atol=1e-5, msg=f"{name}: {key}")
+
+
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
@@ -80,7 +87,7 @@ def test_an_engine_is_built_from_the_plain_class(published):
     assert {found["class"] for found in published.values()} == {"LlamaForCausalLM"}
 
 
-def groups(monkeypatch, model, torch_version):
+def groups(monkeypatch, model, torch_version, **options):
     """The names of the layers of `model` that accelerate has FSDP2 shard, one list for each call."""
     names, sharded = {module: name for name, module in model.named_modules()}, []
 
@@ -89,7 +96,7 @@ def groups(monkeypatch, model, torch_version):
 
     monkeypatch.setattr(fsdp, "fully_shard", fully_shard)
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **options
     )
     state = SimpleNamespace(fsdp_plugin=plugin)
     with groups_complete(torch_version):
@@ -110,28 +117,33 @@ def test_a_torch_that_does_not_complete_groups_gets_none(monkeypatch, tied, lora
     assert parts == [group for group in whole if len(group) == 1] and parts[-1] == [""]
 
 
+def test_an_output_layer_alone_stays_with_the_model_where_weights_are_offloaded(monkeypatch):
+    """TRL would gather it where its parts are, and compute there."""
+    lora = LoraConfig(target_modules="all-linear")
+    model = get_peft_model(AutoModelForCausalLM.from_config(tiny_config()), lora)
+    offloaded, kept = (groups(monkeypatch, model, "2.13.0", cpu_offload=offload) for offload in (True, False))
+    assert [group for group in kept if group not in offloaded] == [["base_model.model.lm_head"]]
+    assert offloaded == [group for group in kept if group != ["base_model.model.lm_head"]]
+
+
 @pytest.mark.long
 def test_layers_that_stay_with_the_model_train_what_one_process_trains(tmp_path):
     """As with torch before 2.13: whichever torch is installed, this is what such a torch gets."""
     save_tiny_model(tmp_path / "model")
     save_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
-    names = ("full", "lora", "reference", "tied", "tied-lora", "evaluation")
+    names = ("full", "lora", "saved-head", "reference", "tied", "tied-lora", "evaluation")
     for processes, mode in ((1, "one"), (2, "fsdp2-older")):
         done = launch("tests.distributed.runs", tmp_path, mode, *names, processes=processes, timeout=500)
         assert done.returncode == 0, done.stdout[-6000:]
     for name in names:
-        expected, trained = (
-            load_file(*(tmp_path / mode / name).glob("*model.safetensors")) for mode in ("one", "fsdp2-older")
-        )
-        for key, weight in expected.items():
-            torch.testing.assert_close(trained[key], weight, rtol=1e-5, atol=1e-5, msg=f"{name}: {key}")
+        same_weights(tmp_path, name, "fsdp2-older")
 
 
 @pytest.mark.parametrize(
     ("mode", "lora"),
     [
         pytest.param(mode, lora, marks=pytest.mark.long if (mode, lora) in EACH_ONCE else pytest.mark.slow)
-        for mode in ("fsdp2", "fsdp2-full", "fsdp2-older")
+        for mode in ("fsdp2", "fsdp2-full", "fsdp2-older", "fsdp2-offload")
         for lora in ((), ("lora",))
     ],
     ids=lambda value: value if isinstance(value, str) else "lora" if value else "all weights",
@@ -182,10 +194,24 @@ def test_four_processes_with_hybrid_sharding_train_what_one_process_trains(tmp_p
         done = launch("tests.distributed.runs", tmp_path, mode, "full", "merged", processes=processes, timeout=500)
         assert done.returncode == 0, done.stdout[-6000:]
     for name in ("full", "merged"):
-        paths = [next((tmp_path / mode / name).glob("*model.safetensors")) for mode in ("one", "fsdp2-hybrid")]
-        expected, trained = map(load_file, paths)
-        for key, weight in expected.items():
-            torch.testing.assert_close(trained[key], weight, rtol=1e-5, atol=1e-5, msg=key)
+        same_weights(tmp_path, name, "fsdp2-hybrid")
+
+
+@pytest.mark.long
+def test_weights_that_are_offloaded_train_what_one_process_trains(tmp_path):
+    """With `fsdp_offload_params`, as far as a CPU shows it: parts of weights, gradients and the optimizer's states lie
+    where an accelerator does not compute."""
+    save_tiny_model(tmp_path / "model")
+    save_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+    names = ("full", "merged", "saved-head", "reference", "tied-lora", "evaluation")
+    for processes, mode in ((1, "one"), (2, "fsdp2-offload")):
+        done = launch("tests.distributed.runs", tmp_path, mode, *names, processes=processes, timeout=500)
+        assert done.returncode == 0, done.stdout[-6000:]
+    for name in names:
+        same_weights(tmp_path, name, "fsdp2-offload")
+        log = json.loads((tmp_path / "fsdp2-offload" / name / "log.json").read_text())
+        assert log["offloads"]
+        assert log["published"] == json.loads((tmp_path / "one" / name / "log.json").read_text())["published"]
 
 
 @pytest.mark.gpu

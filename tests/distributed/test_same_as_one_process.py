@@ -51,11 +51,6 @@ def weights(folder):
     return saved
 
 
-def skip_unless_run(spread, name):
-    if name == "images" and spread.name == "fsdp2":
-        pytest.skip("FSDP2 with images is refused")
-
-
 def log(folder):
     return json.loads((folder / "log.json").read_text())
 
@@ -66,7 +61,6 @@ def logged(folder, name):
 
 @pytest.mark.parametrize("name", list(runs.RUNS))
 def test_the_weights_trained_are_those_of_one_process(folder, spread, name):
-    skip_unless_run(spread, name)
     expected, trained = weights(folder / "one" / name), weights(spread / name)
     assert trained.keys() == expected.keys()
     for key, weight in expected.items():
@@ -75,7 +69,6 @@ def test_the_weights_trained_are_those_of_one_process(folder, spread, name):
 
 @pytest.mark.parametrize("name", list(runs.RUNS))
 def test_what_is_logged_is_that_of_one_process(folder, spread, name):
-    skip_unless_run(spread, name)
     for key in ("reward", "a3po/w/mean", "a3po/rho/max", "a3po/staleness/mean", "a3po/staleness/max", "grad_norm"):
         assert logged(spread / name, key) == pytest.approx(logged(folder / "one" / name, key), rel=1e-3), key
     assert len(logged(spread / name, "a3po/staleness/mean")) == 3
@@ -83,7 +76,6 @@ def test_what_is_logged_is_that_of_one_process(folder, spread, name):
 
 @pytest.mark.parametrize("name", list(runs.RUNS))
 def test_every_version_reaches_the_engine_once(folder, spread, name):
-    skip_unless_run(spread, name)
     assert log(spread / name)["published"] == log(folder / "one" / name)["published"]
 
 

@@ -17,6 +17,7 @@ from trl_a3po.engines.transformers.architecture import check_architecture
 from trl_a3po.engines.transformers.sampling import check_sampling
 from trl_a3po.engines.vllm.servers.completions import logprobs_modes
 from trl_a3po.models.eval_mode import eval_mode
+from trl_a3po.models.fsdp_groups import is_gathered_uncalled
 from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.publish.adapter_or_merged import check_published
 from trl_a3po.publish.quantised import is_quantised
@@ -79,12 +80,6 @@ def check_shards(args: A3POConfig, is_fsdp_enabled: bool, model: PreTrainedModel
             "The model is quantised, but FSDP2 does not shard quantised weights: launch it with DDP or ZeRO-2, or "
             "load the model in bfloat16."
         )
-    if is_fsdp_enabled and _head_is_sharded_alone(model):
-        raise ValueError(
-            "The output layer is trained, and FSDP2 shards it apart from the norm before it (as in vision-language "
-            "models, or with modules_to_save), so that its gradient would not be averaged over the processes: launch "
-            "it with DDP or DeepSpeed ZeRO, or leave the output layer frozen."
-        )
     sharded = next((name for name, weight in model.named_parameters() if isinstance(weight, DTensor)), None)
     if sharded is not None and not (is_fsdp_enabled and isinstance(model, FSDPModule)):
         raise ValueError(
@@ -93,17 +88,20 @@ def check_shards(args: A3POConfig, is_fsdp_enabled: bool, model: PreTrainedModel
         )
 
 
-def _head_is_sharded_alone(model: PreTrainedModel | PeftModel) -> bool:
-    """Whether accelerate shards a trained output layer in a group of its own. TRL's forward uses its weight without
-    calling it, so FSDP2 does not gather it, and TRL gathers it with a backward that drops the other processes' part.
-    Accelerate unites it with tied embeddings, or with a norm among the children of the backbone."""
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or not any(weight.requires_grad for weight in head.parameters()):
-        return False
-    if head.weight is embeddings.weight:
-        return False
-    backbone = getattr(model, model.base_model_prefix)
-    return not any("Norm" in type(child).__name__ for child in backbone.children())
+def check_head(model: PreTrainedModel | PeftModel) -> None:
+    """Raise `ValueError` for a model whose trained output layer FSDP2 has sharded in a group of its own. TRL's forward
+    uses the weight of this layer without calling it, so FSDP2 does not gather it, and TRL gathers it with a backward
+    that drops the other processes' part."""
+    if not isinstance(model, FSDPModule):
+        return
+    head = model.get_output_embeddings()
+    if head is not None and not is_gathered_uncalled(model, head):
+        raise ValueError(
+            "The output layer is trained, and FSDP2 shards it in a group of its own, so that its gradient would not "
+            "be averaged over the processes: set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, and leave out "
+            "fsdp_transformer_layer_cls_to_wrap, which may name the class of this layer; or launch it with DDP or "
+            "DeepSpeed ZeRO."
+        )
 
 
 def check_evaluated(is_fsdp_enabled: bool, model: torch.nn.Module) -> None:

@@ -71,6 +71,13 @@ def load_as_launched(fsdp_plugin: Any | None) -> None:
         enable_fsdp_ram_efficient_loading()
 
 
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 spread again what a forward without gradients has left whole. PEFT changes `requires_grad` when it
+    switches an adapter off and on for the reference policy, and must change that of the weights that are trained."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
 def plain_class(module: nn.Module) -> type[Any]:
     """The class that `module` was built from: `fully_shard` gives it a class of its own, which cannot be pickled."""
     classes = type(module).__mro__
