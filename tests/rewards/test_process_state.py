@@ -208,10 +208,14 @@ def test_a_forked_child_has_the_real_functions():
     def runs_code(completions, **kwargs):
         fork = multiprocessing.get_context("fork")
         results = fork.SimpleQueue()
-        child = fork.Process(target=limited, args=(results,))
-        child.start()
-        child.join(60)
-        return [results.get() if child.exitcode == 0 else 0.0] * len(completions)
+        for _ in range(3):
+            child = fork.Process(target=limited, args=(results,))
+            child.start()
+            child.join(60)
+            if child.exitcode != -signal.SIGSEGV:  # of CPython: other tests may have left threads, which do not fork
+                break
+        ended = child.exitcode  # None: not after a minute
+        return [results.get() if ended == 0 else float(ended or -1000)] * len(completions)
 
     assert scored(runs_code) == [[1.0]] * 2
 
