@@ -27,7 +27,7 @@ from tests.tiny import save_tiny_model, tiny_config, tiny_prompts, tiny_tokenize
 from trl_a3po import A3POTrainer
 from trl_a3po.testing import StubEngine, completion_logps
 
-pytestmark = pytest.mark.usefixtures("same_rows_in_each_micro_batch")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("same_rows_in_each_micro_batch")]
 
 
 class SpecKeepingEngine(StubEngine):

@@ -14,6 +14,8 @@ from trl_a3po.errors import DeliveryError
 from trl_a3po.report.engine_gap import EngineGap
 from trl_a3po.testing import StubEngine
 
+pytestmark = pytest.mark.long
+
 
 def lora():
     return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.2)

@@ -14,6 +14,8 @@ from trl_a3po.publish import fingerprint
 from trl_a3po.publish.gap_watch import PATIENCE
 from trl_a3po.session.engine_gap import MIN_TOKENS, EngineGapOfRun
 
+pytestmark = pytest.mark.long
+
 BIG_BATCH = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}  # more tokens than are needed
 
 

@@ -14,6 +14,8 @@ from trl_a3po.errors import GenerationFailed
 from trl_a3po.protocol.records import Rejection
 from trl_a3po.testing import StubEngine, scripted_completion
 
+pytestmark = pytest.mark.long
+
 TIMINGS = (
     "a3po/time",
     "a3po/engine",

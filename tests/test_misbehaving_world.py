@@ -18,6 +18,8 @@ from trl_a3po import A3POConfig
 from trl_a3po.errors import A3POError
 from trl_a3po.report.timeline import read_timeline
 
+pytestmark = pytest.mark.long
+
 SETTINGS = {setting.name for setting in fields(A3POConfig)}
 CHANGED = {"temperature", "max_staleness", "num_generations"}  # settings that a callback changes after the first step
 DEFAULT, LONG, SLOW = range(24), range(24, 64), range(64, 124)

@@ -21,6 +21,8 @@ from tests.runs import ScriptedGRPOTrainer, build, reward
 from tests.tiny import tiny_prompts, tiny_tokenizer
 from trl_a3po import A3POConfig, A3POTrainer
 
+pytestmark = pytest.mark.long
+
 
 def load(model_path):
     return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)

@@ -21,7 +21,7 @@ from tests.tiny import tiny_prompts
 from trl_a3po import A3POTrainer
 from trl_a3po.testing import StubEngine
 
-pytestmark = pytest.mark.usefixtures("same_rows_in_each_micro_batch")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("same_rows_in_each_micro_batch")]
 
 
 # --- which rows -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.publish.local_policy import probe_logps
 from trl_a3po.publish.quantised import is_quantised, prevent_repacking
 
+pytestmark = pytest.mark.long
+
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
 PROMPTS, COMPLETIONS = [[3, 4, 5, 6]], [[7, 8, 9, 10, 11, 12]]
 

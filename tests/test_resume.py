@@ -25,6 +25,8 @@ from trl_a3po.errors import CheckpointError
 from trl_a3po.report.timeline import read_timeline
 from trl_a3po.testing import StubEngine, scripted_completion
 
+pytestmark = pytest.mark.long
+
 GENERATIONS, LENGTH = 4, 6
 COMPLETE = scripted_completion(VOCAB, LENGTH)
 # True of a process, not of a run.

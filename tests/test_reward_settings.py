@@ -14,6 +14,8 @@ from trl_a3po import A3POConfig, Rejection
 from trl_a3po.errors import RewardError, StallError
 from trl_a3po.testing import StubEngine
 
+pytestmark = pytest.mark.long
+
 GROUPS = 8  # of the four steps that `build` trains
 
 

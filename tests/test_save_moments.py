@@ -10,6 +10,8 @@ from tests.runs import TakeRecorder, build
 from tests.tiny import tiny_prompts
 from trl_a3po.checkpoints import checkpoint
 
+pytestmark = pytest.mark.long
+
 STEPS = 6
 # Every generation batch is trained for three optimizer steps of two micro-steps each.
 SETTINGS = {

@@ -25,6 +25,8 @@ from trl_a3po.publish.adapter_or_merged import publishes_merged
 from trl_a3po.session import build_engine, build_episodes, build_queue, build_scorer
 from trl_a3po.session.engine_gap import EngineGapOfRun
 
+pytestmark = pytest.mark.long
+
 VLLM = {"engine": "vllm"}
 VLLM_SERVERS = {"engine": "vllm", "vllm_server_urls": ["http://127.0.0.1:8000"]}
 WORKERS = {"reward_workers": 1, "reward_timeout": 5.0}

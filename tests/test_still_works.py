@@ -38,7 +38,7 @@ from trl_a3po import A3POTrainer
 from trl_a3po.rewards.scorer import RewardScorer
 from trl_a3po.testing import StubEngine
 
-pytestmark = pytest.mark.usefixtures("same_rows_in_each_micro_batch")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("same_rows_in_each_micro_batch")]
 
 
 class SpecKeepingEngine(StubEngine):

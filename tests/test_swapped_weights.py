@@ -17,6 +17,8 @@ from tests.tiny import tiny_config, tiny_prompts, tiny_tokenizer
 from trl_a3po import A3POTrainer
 from trl_a3po.testing import StubEngine, completion_logps
 
+pytestmark = pytest.mark.long
+
 
 class Watched(A3POTrainer):
     """Keeps how far the log-probs of the completions of each evaluation batch are from those of the model as it was

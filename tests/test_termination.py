@@ -21,6 +21,8 @@ from trl_a3po.session import termination
 from trl_a3po.session.termination import StopRequested, Termination
 from trl_a3po.testing import StubEngine
 
+pytestmark = pytest.mark.long
+
 STEPS, AT = 6, 3
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 KINDS = ("awaited", "process", "filter", "evaluation", "callback", "transform")
 SCRIPT = Path(__file__).parent / "raising_script.py"
 

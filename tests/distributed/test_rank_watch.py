@@ -11,6 +11,8 @@ import pytest
 
 from tests.distributed.launch import ROOT, free_port
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("fault", "found_by", "why"),

@@ -17,7 +17,7 @@ from tests.tiny import save_tiny_model
 from tests.vision import FAMILIES
 from trl_a3po.report.timeline import NAME
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SPREAD = ["ddp", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("zero2", "zero3", "fsdp2"))]
 
 

@@ -18,7 +18,7 @@ from trl_a3po.errors import GenerationFailed, StallError
 from trl_a3po.protocol.engine import EngineStats
 from trl_a3po.testing import StubEngine
 
-pytestmark = pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")]
 
 
 class Environment:

@@ -12,7 +12,7 @@ from tests.runs import GENERATIONS, assert_same_gradients, build, train_recorded
 from trl_a3po import A3POTrainer
 from trl_a3po.testing import StubEngine
 
-pytestmark = pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")]
 
 
 def add(a: int, b: int) -> int:

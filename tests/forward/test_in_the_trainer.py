@@ -24,6 +24,8 @@ from trl_a3po.forward.packing_support import packing_refusal
 from trl_a3po.publish.collect import policy_spec
 from trl_a3po.testing import StubEngine
 
+pytestmark = pytest.mark.long
+
 FORWARDS = {
     "packed": {"packed_forward": "on", "shared_prompt": "off"},
     "shared": {"packed_forward": "on", "shared_prompt": "on"},

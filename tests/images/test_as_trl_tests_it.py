@@ -11,6 +11,8 @@ from tests.vision import FAMILIES
 from trl_a3po import A3POTrainer
 from trl_a3po.testing import StubEngine
 
+pytestmark = pytest.mark.long
+
 AS_THERE = {
     "optim": "adamw_torch",
     "learning_rate": 0.1,

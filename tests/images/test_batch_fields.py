@@ -8,6 +8,8 @@ from tests.vision import FAMILIES, messages, picture
 from trl_a3po.protocol.images import TOKENS, PromptImages
 from trl_a3po.rollout.batch_images import batch_fields
 
+pytestmark = pytest.mark.long
+
 COUNTS = [[1, 1, 1], [2, 1, 3], [1, 3]]
 
 

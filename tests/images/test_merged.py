@@ -8,6 +8,8 @@ from tests.vision import FAMILIES
 from trl_a3po.models.replica import build_replica, load_update
 from trl_a3po.publish.merged import collect_merged, merged_spec
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_merged_model_is_that_of_peft(family):

@@ -10,6 +10,8 @@ from tests.runs import TakeRecorder
 from trl_a3po.checks.images import check_mixed_images, check_prepared_images
 from trl_a3po.session.image_memory import ROWS
 
+pytestmark = pytest.mark.long
+
 
 def test_the_plan_and_the_log_of_rollouts_count_images(tmp_path):
     trainer = pictured(

@@ -26,6 +26,8 @@ from trl_a3po.session.evaluation import EvaluatedRows
 from trl_a3po.session.prompt_images import UnreadableImage, opened_image
 from trl_a3po.testing import StubEngine
 
+pytestmark = pytest.mark.long
+
 FEW = {"max_steps": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}  # one group
 
 

@@ -10,7 +10,7 @@ from tests.runs import assert_same_gradients, train_recorded
 from tests.vision import FAMILIES
 from trl_a3po import A3POTrainer
 
-pytestmark = pytest.mark.usefixtures("same_rows_in_each_micro_batch")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("same_rows_in_each_micro_batch")]
 
 SAME = ("loss", "reward", "reward_std", "num_tokens", "entropy", "completions/mean_length", "grad_norm", "kl")
 QUICK = ("qwen2_5_vl", "gemma3", "idefics3")

@@ -28,6 +28,7 @@ from trl_a3po.rollout.batch_rows import images_of_row
 from trl_a3po.testing import StubEngine
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:You are using 'environment_factory'"),
     pytest.mark.filterwarnings("ignore:The tokenizer has a legacy"),
 ]

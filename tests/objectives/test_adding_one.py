@@ -11,6 +11,8 @@ import pytest
 
 import trl_a3po
 
+pytestmark = pytest.mark.long
+
 MINE = '''
 """An objective of somebody's own: the log-likelihood, weighted by a power of the behavior ratio."""
 

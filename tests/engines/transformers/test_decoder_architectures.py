@@ -21,6 +21,8 @@ from tests.tiny import SHAPE
 from trl_a3po.engines.transformers.architecture import _ALL_LAYERS_SLIDE, _MASK_BY_LAYER_TYPE
 from trl_a3po.engines.transformers.decoder import SlotDecoder
 
+pytestmark = pytest.mark.long
+
 ARCHITECTURES = [(name, False) for name in MODELS | MIXTURES] + [(name, True) for name in MODELS]
 
 

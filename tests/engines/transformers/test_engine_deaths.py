@@ -19,6 +19,8 @@ from trl_a3po.protocol.engine import GroupFailed, GroupFinished
 from trl_a3po.publish.collect import collect_weights, policy_spec
 from trl_a3po.workers.process import worker_environment
 
+pytestmark = pytest.mark.long
+
 TOKENS = 200
 
 

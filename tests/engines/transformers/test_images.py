@@ -16,6 +16,8 @@ from trl_a3po.protocol.engine import GroupFinished, GroupRequest
 from trl_a3po.protocol.images import PromptImages, grown
 from trl_a3po.publish.collect import collect_weights
 
+pytestmark = pytest.mark.long
+
 LENGTH, TOLERANCE = 8, 1e-4
 PROMPTS = [
     ("w1 w2 w3", [picture(0)]),

@@ -12,6 +12,8 @@ from tests.engines.transformers.tiny_models import gap, load, moved, prompts, re
 from tests.tiny import VOCAB
 from trl_a3po.engines.transformers.decoder import SlotDecoder
 
+pytestmark = pytest.mark.long
+
 LENGTH = 24
 # Whether the cache, the mask or the positions of a family are its own.
 FAMILIES = [
