@@ -35,7 +35,7 @@ def assert_parity(model_path, tmp_path, *, lora, optim, ours=None, **settings):
         torch.testing.assert_close(found[name], parameter, rtol=0, atol=TOLERANCE[optim])
 
 
-@pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
+@pytest.mark.parametrize("optim", ["sgd", pytest.param("adamw_torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

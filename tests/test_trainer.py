@@ -229,7 +229,7 @@ def decoupled_reference(trainer, lt, inputs):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.long)], ids=["full", "lora"])
 def test_the_trainers_gradient_is_that_of_the_closed_form(model_path, tmp_path, settings, lora):
     class Check(GradientCheck):
         reference = decoupled_reference

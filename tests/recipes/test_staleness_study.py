@@ -23,6 +23,7 @@ def loaded():
     return module
 
 
+@pytest.mark.long
 def test_a_part_of_it_runs_and_draws(study, tmp_path, monkeypatch, capsys):
     arguments = ["--staleness", "2", "--methods", "loglinear", "--seeds", "0", "--steps", "8"]
     monkeypatch.setattr(sys, "argv", [str(PATH), *arguments, "--output", str(tmp_path)])

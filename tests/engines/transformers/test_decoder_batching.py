@@ -22,7 +22,7 @@ def stopping(length: int, **changes):
     return settings(length, stop_token_ids=tuple(range(50, VOCAB)), **changes)
 
 
-@pytest.mark.parametrize("slots", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("slots", [1, 3, *(pytest.param(slots, marks=pytest.mark.long) for slots in (4, 5, 8))])
 @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma3-sliding", "llama-eager", "gpt2"])
 def test_deterministic_bits_do_not_depend_on_the_rest_of_the_batch(name, slots):
     decoder = SlotDecoder(tiny_model(name), stopping(16), slots=slots, deterministic=True, max_prompt_tokens=12)
