@@ -1,8 +1,8 @@
 """Models whose output layer FSDP2 shards in several ways, in one process with gloo: which layers TRL's forward had to
 gather by itself, and what `check_head` says. Writes `heads.json` into the folder that it is given.
 
-A process of its own: torch's cache of DTensor layouts keeps a process group that was destroyed, and a child that another
-thread forks frees it, which joins threads that the child does not have (torch 2.13).
+A process of its own: torch's cache of DTensor layouts keeps a process group that was destroyed, and a child that
+another thread forks frees it, which joins threads that the child does not have (torch 2.13).
 """
 
 import json
