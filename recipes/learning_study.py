@@ -62,6 +62,8 @@ def parse_arguments():
     parser.add_argument("--until", type=int, help="report the first steps alone, of every run that has as many")
     parser.add_argument("--output", default="outputs/learning_study")
     arguments = parser.parse_args()
+    if arguments.until is not None and arguments.until < 1:
+        parser.error(f"--until is {arguments.until}, but it must be a number of steps, 1 or more")
     if arguments.clock_seeds is None:
         arguments.clock_seeds = [0, 1] if arguments.gpus else []
     return arguments

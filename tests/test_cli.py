@@ -70,6 +70,15 @@ def test_a_recipe_with_functions_of_its_own_is_trained_and_the_command_line_wins
     assert len(steps) == 2 and steps[0]["rewards/even_tokens/mean"] > 0
 
 
+def test_a_recipe_may_ask_for_a_smoke_run(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"smoke: true\nmodel_name_or_path: large\noutput_dir: {tmp_path}/out\nmax_steps: 500\n")
+    asked, args, model, _ = parse_command([str(recipe), "--output_dir", str(tmp_path / "smoke")])
+    by_option = parse_command(["--smoke", "--output_dir", str(tmp_path / "smoke")])
+    assert asked.smoke and model.model_name_or_path == by_option[2].model_name_or_path != "large"
+    assert args.max_steps == by_option[1].max_steps < 500
+
+
 @pytest.mark.long
 def test_a_run_goes_on_from_its_last_checkpoint(tmp_path):
     save_smoke_model(tmp_path / "model")

@@ -84,7 +84,7 @@ def _read_table(path: Path) -> Iterable[Result]:
 
 def write_results(folder: Path, results: Sequence[Result]) -> None:
     lines = [json.dumps({"run": vars(one.run), "steps": one.steps, "end": one.end}) + "\n" for one in results]
-    written = folder / f"{RESULTS}.new"
+    written = folder / f"{RESULTS}.{os.getpid()}.new"  # a report may be made while a study is trained
     written.write_text("".join(lines))
     os.replace(written, folder / RESULTS)
 

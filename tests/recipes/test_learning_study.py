@@ -236,6 +236,15 @@ def test_the_first_steps_of_a_cut_run_are_compared(tmp_path):
     assert all(one.done and math.isnan(one.end["held_out"]) for one in first)
 
 
+def test_no_steps_cannot_be_compared(monkeypatch, capsys):
+    from learning_study import parse_arguments
+
+    monkeypatch.setattr(sys, "argv", ["learning_study.py", "--figure", "--until", "0"])
+    with pytest.raises(SystemExit):
+        parse_arguments()
+    assert "--until is 0, but it must be a number of steps, 1 or more" in capsys.readouterr().err
+
+
 def test_two_studies_do_not_write_into_one_folder(tmp_path):
     from learning_study import alone_in
 

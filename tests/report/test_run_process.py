@@ -72,6 +72,25 @@ def test_a_process_of_another_user_is_seen_where_it_is_not_hidden(child, monkeyp
     assert not seen()
 
 
+def test_a_process_whose_state_may_not_be_read_is_not_said_to_be_gone(child, monkeypatch):
+    """As where `/proc` hides what is in it from other users."""
+
+    def refuse(pid):
+        raise PermissionError
+
+    monkeypatch.setattr(run_process, "_state", refuse)
+    assert not is_gone(child[1])
+
+
+def test_another_clock_is_another_machine(child, monkeypatch):
+    """The start of a process is counted by the clock of the namespace that asks."""
+    read = os.readlink
+    monkeypatch.setattr(run_process.os, "readlink", lambda link: read(link) + ("1" if link.endswith("time") else ""))
+    process, described = child
+    killed(process)
+    assert not is_gone(described)
+
+
 def test_a_system_that_does_not_tell_has_no_description(monkeypatch):
     def refuse(*arguments):
         raise PermissionError

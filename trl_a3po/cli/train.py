@@ -91,12 +91,16 @@ def parse_command(
     """
     parser, folders = make_parser("trl-a3po train RECIPE.yaml"), [Path.cwd()]
     recipe, options = _recipe_and_options(arguments)
+    settings: dict[str, Any] = {}
     if recipe is not None:
-        check_names(read_recipe(recipe), [*parser.names, ENVIRONMENT])
+        settings = read_recipe(recipe)
+        check_names(settings, [*parser.names, ENVIRONMENT])
         folders.insert(0, recipe.resolve().parent)
     given, rest = parser.parse_known_args(options)
     check_rest(rest, [*parser.names, *others])
-    if given.smoke:  # the options of the command line come later, and so override these
+    if (
+        given.smoke or settings.get("smoke") is True
+    ):  # the options of the command line come later, and so override these
         folder = given.output_dir or "outputs/smoke"
         options = ["--output_dir", folder, *smoke_arguments(folder), *options]
     try:

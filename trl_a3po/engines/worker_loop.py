@@ -23,6 +23,7 @@ from trl_a3po.workers.process import parents_channel
 if TYPE_CHECKING:  # importing torch takes seconds, and `parents_channel` comes first
     from trl_a3po.protocol.engine import EngineEvent, GroupRequest
 
+ERROR_CHARACTERS = 2000  # of an error that is sent
 HEARTBEAT = 0.5
 """Seconds between two `progress` messages; a decode step may delay the next one."""
 
@@ -79,8 +80,9 @@ def run_worker(set_up: Callable[[Channel], tuple[Load, Decoder]]) -> None:
         code = 0  # the engine closed its side
     except BaseException as error:
         traceback.print_exc()
-        channel.send(("raised", " ".join(f"{type(error).__name__}: {error}".split())))
-        channel.drain()
+        if isinstance(error, Exception):  # not a signal
+            channel.send(("raised", " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARACTERS]))
+            channel.drain()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing to tidy up, and the teardown of a CUDA context takes seconds

@@ -33,7 +33,7 @@ def is_gone(process: dict[str, Any] | None) -> bool:
         pass
     try:
         state, started = _state(process["pid"])
-    except (FileNotFoundError, ProcessLookupError):  # another user's, hidden, or ending at this moment
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # another user's, hidden, or ending right now
         return False
     return state in ENDED or started != process["started"]
 
@@ -50,11 +50,14 @@ def how_it_was_left(steps: int) -> str:
 
 
 def _machine() -> str | None:
-    """Where a process id means the same process: this boot of the kernel, and the namespace of process ids."""
+    """Where a process id and the start of a process mean the same: this boot of the kernel, and the namespaces of
+    process ids and of the clock."""
     if sys.platform != "linux":
         return None
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        links = ["/proc/self/ns/pid", "/proc/self/ns/time"]  # an old kernel has one clock for all
+        namespaces = [os.readlink(link) for link in links if os.path.lexists(link)]
+        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *namespaces])
     except OSError:
         return None
 
