@@ -293,6 +293,13 @@ def test_rewards_of_trl_are_known_by_name():
 # --- env ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("command", ["report", "plot"])
+def test_an_image_or_a_page_may_be_written_into_the_home_folder(monkeypatch, tmp_path, command):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    parsed, _ = _parser().parse_known_args([command, "run", "--output=~/file"])
+    assert parsed.output == tmp_path / "file"
+
+
 def test_env_says_what_a_bug_report_needs():
     printed = subprocess.run(
         [sys.executable, "-m", "trl_a3po", "env"], capture_output=True, text=True, timeout=300, check=True

@@ -52,6 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _parser().exit(2, f"trl-a3po: {error}\n")
 
 
+def _path(text: str) -> Path:
+    """The path, also where no shell has put the home folder in place of `~`, as after `--output=`."""
+    return Path(text).expanduser()
+
+
 def _parser() -> argparse.ArgumentParser:
     description = "Asynchronous RL behind TRL's GRPOTrainer."
     parser = argparse.ArgumentParser("trl-a3po", description=description, allow_abbrev=False)
@@ -70,11 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("what", nargs="*", metavar="--run RUN | --config RECIPE.yaml | --gpus N …", help="see --help")
     plot = commands.add_parser("plot", help="draw one or several runs in one image")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its trainer_state.json")
-    plot.add_argument("--output", type=Path, default=Path("runs.png"), help="image file (default: runs.png)")
+    plot.add_argument("--output", type=_path, default=Path("runs.png"), help="image file (default: runs.png)")
     plot.set_defaults(run=_plot, options=plot.names)
     report = commands.add_parser("report", help="write one HTML page about one or several runs")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    report.add_argument("--output", type=Path, default=Path("report.html"), help="HTML file (default: report.html)")
+    report.add_argument("--output", type=_path, default=Path("report.html"), help="HTML file (default: report.html)")
     report.set_defaults(run=_report, options=report.names)
     return parser
 

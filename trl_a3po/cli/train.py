@@ -98,9 +98,8 @@ def parse_command(
         folders.insert(0, recipe.resolve().parent)
     given, rest = parser.parse_known_args(options)
     check_rest(rest, [*parser.names, *others])
-    if (
-        given.smoke or settings.get("smoke") is True
-    ):  # the options of the command line come later, and so override these
+    if given.smoke or settings.get("smoke") is True:
+        # The options of the command line come later, and so override these.
         folder = given.output_dir or "outputs/smoke"
         options = ["--output_dir", folder, *smoke_arguments(folder), *options]
     try:
