@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from tests.report.test_plot import history
-from trl_a3po.cli.main import main, run_names
+from trl_a3po.cli.main import _parser, main, run_names
 from trl_a3po.cli.options import SettingsError
 from trl_a3po.cli.recipe import find_function, find_rewards
 from trl_a3po.cli.smoke import save_smoke_model
