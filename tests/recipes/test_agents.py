@@ -110,7 +110,9 @@ def learn(script: Path, folder: Path, *options: str) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[pytest.mark.slow] * (name != "slow_tool")) for name in RECIPES]
+)
 def test_a_recipe_runs(recipe, tmp_path):
     if recipe == "frozen_lake":
         pytest.importorskip("textarena")
