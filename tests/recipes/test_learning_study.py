@@ -218,6 +218,7 @@ def test_learning_rates_are_reported_apart_and_drawn_together(tmp_path):
     text = (tmp_path / "report.txt").read_text()
     first, second = text.index("learning rate 1e-06"), text.index("learning rate 1e-05")
     assert "0.2" in text[first:second] and "0.5" not in text[first:second]
+    assert "0.5" in text[second:] and "0.2" not in text[second:]
     assert {path.name for path in tmp_path.glob("*.png")} == {
         "learning_sums_1e-06.png",
         "learning_sums_1e-05.png",
