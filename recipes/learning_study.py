@@ -150,10 +150,9 @@ def report(output: Path, console: Console, until: int | None = None) -> None:
         console.print(table(alike, f"learning rate {rate:g}"))
         for verdict in verdicts(alike):
             console.print(verdict)
+        at_rate = f"_{rate:g}" if len(rates) > 1 else ""
         for task in sorted({result.run.task for result in alike}):
-            draw(
-                alike, task, output / (f"learning_{task}.png" if len(rates) == 1 else f"learning_{task}_{rate:g}.png")
-            )
+            draw(alike, task, output / f"learning_{task}{at_rate}.png")
     draw_sweep(results, output / "learning_sweep.png")
     console.print(f"Results and figures are in {output}")
     console.save_text(str(output / "report.txt"))
