@@ -162,7 +162,7 @@ def draw(results: Sequence[Result], task: str, path: Path) -> None:
     if not mine:
         return
     columns = sorted({one.run.staleness for one in mine})
-    figure = Figure(figsize=(4.2 * len(columns), 9), layout="constrained")
+    figure = Figure(figsize=(1.6 + 4.2 * len(columns), 9), layout="constrained")
     axes = figure.subplots(len(PANELS), len(columns), squeeze=False, sharex=True, sharey="row")
     for column, d in enumerate(columns):
         axes[0][column].set_title(f"{task}, staleness {d}", loc="left", fontweight="bold")
@@ -177,7 +177,7 @@ def draw(results: Sequence[Result], task: str, path: Path) -> None:
         for panel in axes[row]:
             panel.spines[["top", "right"]].set_visible(False)
     lines = {line.get_label(): line for panel in axes[0] for line in panel.get_lines()}
-    axes[0][-1].legend(handles=[*lines.values()], frameon=False, fontsize="small")
+    figure.legend(handles=[lines[method] for method in METHODS if method in lines], frameon=False, loc="outside right upper")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
