@@ -27,6 +27,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from learning.output import output_folder
 from learning.parallel import run_parallel
 from learning.report import draw, draw_sweep, table, verdicts
 from learning.results import first_steps, read_results, write_results
@@ -172,8 +173,11 @@ def alone_in(output: Path) -> Iterator[None]:
 def main():
     arguments = parse_arguments()
     deadline = time.monotonic() + arguments.budget
-    output = Path(arguments.output)
-    output.mkdir(parents=True, exist_ok=True)
+    output = output_folder(arguments.output)
+    try:
+        read_results(output)  # before anything is trained
+    except ValueError as error:
+        sys.exit(str(error))
     if not arguments.figure:
         with alone_in(output):
             train_all(arguments, output, deadline)

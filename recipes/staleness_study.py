@@ -18,10 +18,10 @@ import json
 import statistics
 import tempfile
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from datasets import Dataset
+from learning.output import output_folder
 from learning.report import draw
 from learning.results import Result, columns, summary
 from learning.runs import Run, kept
@@ -163,7 +163,7 @@ def verdicts(results: dict[tuple[str, int], list[dict[str, float]]]) -> list[str
 
 def main():
     arguments = parse_arguments()
-    console, output = Console(width=130), Path(arguments.output)
+    console, output = Console(width=130), output_folder(arguments.output)
     runs: list[Result] = []
     cells = [(m, d, seed) for d in arguments.staleness for m in arguments.methods for seed in arguments.seeds]
     with tempfile.TemporaryDirectory() as folder:

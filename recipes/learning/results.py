@@ -8,9 +8,11 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from learning.runs import Run
 
@@ -38,12 +40,18 @@ class Result:
 
 def read_run(path: Path) -> Result | None:
     """The result in the file of a run; `None` if not even its first line was written. A last line that was cut is
-    left out."""
-    lines = [json.loads(line) for line in path.read_text().split("\n")[:-1] if line]
+    left out.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    lines = [_read_line(path, number, line) for number, line in enumerate(whole.split(b"\n"), 1) if line]
     if not lines:
         return None
-    steps = columns([line for line in lines if "step" in line])
-    return Result(Run(**lines[0]["run"]), steps, next((line for line in lines if "done" in line), {}))
+    with _lines_of_the_study(path):
+        steps = columns([line for line in lines if "step" in line])
+        return Result(Run(**lines[0]["run"]), steps, next((line for line in lines if "done" in line), {}))
 
 
 def first_steps(results: Iterable[Result], count: int) -> list[Result]:
@@ -66,7 +74,8 @@ def columns(steps: Sequence[Mapping[str, float]]) -> Steps:
 
 
 def read_results(folder: Path) -> list[Result]:
-    """The results in `results.jsonl` and in the files of the runs."""
+    """The results in `results.jsonl` and in the files of the runs. Raises `ValueError` for a file that holds
+    something else."""
     found: dict[str, Result] = {}
     for result in [*_read_table(folder / RESULTS), *map(read_run, sorted((folder / "runs").glob("*.jsonl")))]:
         if result is not None:
@@ -77,9 +86,33 @@ def read_results(folder: Path) -> list[Result]:
 
 
 def _read_table(path: Path) -> Iterable[Result]:
-    lines = path.read_text().splitlines() if path.is_file() else []
-    for line in map(json.loads, lines):
-        yield Result(Run(**line["run"]), line["steps"], line["end"])
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for number, text in enumerate(lines, 1):
+        line = _read_line(path, number, text)
+        with _lines_of_the_study(path):
+            yield Result(Run(**line["run"]), line["steps"], line["end"])
+
+
+def _read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        read = json.loads(line)
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise _not_of_the_study(path, f"line {number} is not JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise _not_of_the_study(path, f"line {number} is {type(read).__name__} in JSON, and not a dictionary")
+    return read
+
+
+@contextmanager
+def _lines_of_the_study(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise _not_of_the_study(path, f"{type(error).__name__}: {error}") from error
+
+
+def _not_of_the_study(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path} is no file of this study ({why}): remove it, or pass another folder as --output.")
 
 
 def write_results(folder: Path, results: Sequence[Result]) -> None:

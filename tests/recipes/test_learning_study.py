@@ -246,6 +246,46 @@ def test_no_steps_cannot_be_compared(monkeypatch, capsys):
     assert "--until is 0, but it must be a number of steps, 1 or more" in capsys.readouterr().err
 
 
+def refused(monkeypatch, *given) -> str:
+    """The sentence with which the study ends."""
+    from learning_study import main
+
+    monkeypatch.setattr(sys, "argv", ["learning_study.py", "--figure", *map(str, given)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    sentence = str(ended.value)
+    assert len(sentence.splitlines()) == 1
+    return sentence
+
+
+@pytest.mark.parametrize("file", ["results.jsonl", "runs/one.jsonl"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{garbled\n", "line 1 is not JSON: "),
+        (b"\xff\xfe\n", "line 1 is not JSON: "),
+        (b"[1]\n", "line 1 is list in JSON"),
+        (b'{"no": 1}\n', "KeyError: 'run'"),
+        (b'{"run": {"no": 1}, "steps": {}, "end": {}}\n', "TypeError: "),
+    ],
+)
+def test_a_file_that_is_not_of_the_study_is_named(tmp_path, monkeypatch, file, content, words):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    sentence = refused(monkeypatch, "--output", tmp_path)
+    assert sentence.startswith(f"{path} is no file of this study ({words}")
+    assert sentence.endswith("remove it, or pass another folder as --output.")
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("inside", ["", "/folder"])
+def test_a_file_is_no_folder_to_write_into(tmp_path, monkeypatch, inside):
+    (tmp_path / "file").write_text("")
+    output = f"{tmp_path}/file{inside}"
+    assert f"--output is {output!r}, but this folder cannot be made (" in refused(monkeypatch, "--output", output)
+
+
 def test_two_studies_do_not_write_into_one_folder(tmp_path):
     from learning_study import alone_in
 
