@@ -1,7 +1,9 @@
 """`trl-a3po doctor`: broken set-ups and broken runs, each with the sentence that helps."""
 
 import json
+import os
 import re
+import sys
 
 import pytest
 
@@ -17,6 +19,7 @@ from trl_a3po.planning.rates import EngineSpeed, Rates
 from trl_a3po.planning.rules import Rules
 from trl_a3po.planning.simulation import Split, simulate
 from trl_a3po.planning.workload import Geometric, Workload
+from trl_a3po.report.run_process import this_process
 from trl_a3po.report.timeline import read_timeline
 
 BAD = (
@@ -202,9 +205,11 @@ def test_a_reward_is_not_slow_because_of_what_its_first_call_starts(folder, caps
     assert code == 0 and "rewards: slow_at_first scored a group in 0.0" in printed
 
 
-def timeline(folder, *lines, steps=4, end=True, taken=0.1, scoring=0.0, logged=None, outcome="trained", error=None):
+def timeline(
+    folder, *lines, steps=4, end=True, taken=0.1, scoring=0.0, logged=None, outcome="trained", error=None, process=None
+):
     start = {"kind": "start", "time": 0.0, "run": "r", "version": 0, "resumed": False, "schedule": "async"}
-    start |= {"max_staleness": 1, "groups_per_batch": 1, "num_generations": 4}
+    start |= {"max_staleness": 1, "groups_per_batch": 1, "num_generations": 4, "process": process}
     spans = []
     for step in range(steps):
         spans += [
@@ -251,6 +256,24 @@ def test_a_timeline_says_what_went_wrong(tmp_path, capsys, facts, words):
     code, printed = doctor(capsys, timeline(tmp_path, **facts))
     assert words in printed
     assert code == int("PROBLEM" in printed)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("steps", [0, 4])
+def test_a_run_whose_process_is_there_has_not_ended(tmp_path, capsys, steps):
+    code, printed = doctor(capsys, timeline(tmp_path, steps=steps, end=False, process=this_process()))
+    when = "after optimizer step 4" if steps else "before its first optimizer step"
+    assert f"The run has not ended: its process {os.getpid()} is still there, {when}." in printed
+    assert code == 0 and "PROBLEM" not in printed and "killed" not in printed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_run_that_ended_is_not_said_to_be_there_though_its_process_may_be(tmp_path, capsys, ends):
+    process = this_process() if ends else this_process() | {"started": 1}
+    _, printed = doctor(capsys, timeline(tmp_path, end=ends, process=process))
+    assert "still there" not in printed
+    assert ("the process was killed after optimizer step 4: it is not there any more" in printed) is not ends
 
 
 def test_rows_that_were_left_out_are_counted_once_with_the_last_one(tmp_path, capsys):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from trl_a3po.report import run_process
-from trl_a3po.report.run_process import is_gone, this_process
+from trl_a3po.report.run_process import is_gone, is_running, this_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 WAITS = """
@@ -35,11 +35,11 @@ def killed(process):
 
 def test_a_process_is_gone_at_once_when_it_is_killed(child):
     process, described = child
-    assert described["pid"] == process.pid and not is_gone(described)
+    assert described["pid"] == process.pid and not is_gone(described) and is_running(described)
     killed(process)
     assert is_gone(described), "its parent has not asked for its exit code yet"
     process.wait()
-    assert is_gone(described)
+    assert is_gone(described) and not is_running(described)
 
 
 def test_a_process_that_was_given_the_id_later_is_not_taken_for_it():
@@ -49,8 +49,9 @@ def test_a_process_that_was_given_the_id_later_is_not_taken_for_it():
 
 
 @pytest.mark.parametrize("unknown", [None, {"machine": "another"}, {"machine": None}])
-def test_where_it_cannot_be_known_nobody_is_said_to_be_gone(child, unknown):
+def test_where_it_cannot_be_known_nobody_is_said_to_be_gone_or_there(child, unknown):
     process, described = child
+    assert not is_running(unknown and described | unknown)
     killed(process)
     assert not is_gone(unknown and described | unknown)
 
@@ -79,7 +80,7 @@ def test_a_process_whose_state_may_not_be_read_is_not_said_to_be_gone(child, mon
         raise PermissionError
 
     monkeypatch.setattr(run_process, "_state", refuse)
-    assert not is_gone(child[1])
+    assert not is_gone(child[1]) and not is_running(child[1])
 
 
 def test_another_clock_is_another_machine(child, monkeypatch):

@@ -14,7 +14,7 @@ from trl_a3po.checkpoints import checkpoint
 from trl_a3po.cli.beside_measured import beside_measured
 from trl_a3po.cli.log_errors import OURS, LoggedError, came_to_its_end, last_error
 from trl_a3po.report.left_out import rows_left_out
-from trl_a3po.report.run_process import how_it_was_left, is_gone
+from trl_a3po.report.run_process import how_it_was_left, is_gone, is_running
 from trl_a3po.report.timeline import NAME, read_timeline
 from trl_a3po.report.verdict import verdict_of
 from trl_a3po.rollout.left_out import reasons_in_words, row_in_words
@@ -104,8 +104,11 @@ def _known(error: LoggedError) -> str:
 
 def _of_timeline(lines: list[dict[str, Any]]) -> Iterator[str]:
     kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("start", "step", "group", "log")}
-    ending = _of_ending(kinds["start"], len(kinds["step"]), lines[-1] if lines else {})
-    if ending is not None:
+    last, steps = lines[-1] if lines else {}, len(kinds["step"])
+    process = kinds["start"][-1].get("process") if kinds["start"] else None
+    if last.get("kind") != "end" and process is not None and is_running(process):
+        yield f"The run has not ended: its process {process['pid']} is still there, {_when(steps)}."
+    elif (ending := _of_ending(process, steps, last)) is not None:
         yield f"PROBLEM: {ending}"
     yield from _of_groups(kinds["group"])
     yield from _of_rows(lines)
@@ -116,10 +119,10 @@ def _of_timeline(lines: list[dict[str, Any]]) -> Iterator[str]:
     yield from _of_logs([line["logged"] for line in kinds["log"] if line.get("logged")])
 
 
-def _of_ending(starts: list[dict[str, Any]], steps: int, last: dict[str, Any]) -> str | None:
+def _of_ending(process: dict[str, Any] | None, steps: int, last: dict[str, Any]) -> str | None:
     """How the run ended after so many steps, if it did not come to its end."""
     ended, error = last.get("kind") == "end", last.get("error")
-    if not ended and starts and is_gone(starts[-1].get("process")):
+    if not ended and is_gone(process):
         return how_it_was_left(steps)
     if not ended and not steps:
         return (
@@ -132,9 +135,12 @@ def _of_ending(starts: list[dict[str, Any]], steps: int, last: dict[str, Any]) -
             "resume_from_checkpoint=True goes on from its newest checkpoint."
         )
     if error:
-        when = f"after optimizer step {steps}" if steps else "before its first optimizer step"
-        return f"the run ended {when} with an error. {error}"
+        return f"the run ended {_when(steps)} with an error. {error}"
     return None if steps else "the run ended before its first optimizer step: the error is in what it printed."
+
+
+def _when(steps: int) -> str:
+    return f"after optimizer step {steps}" if steps else "before its first optimizer step"
 
 
 def _of_groups(groups: list[dict[str, Any]]) -> Iterator[str]:

@@ -23,19 +23,29 @@ def this_process() -> dict[str, Any] | None:
 
 def is_gone(process: dict[str, Any] | None) -> bool:
     """Whether the process that `this_process` described has ended. False where this cannot be known."""
+    return _is_there(process) is False
+
+
+def is_running(process: dict[str, Any] | None) -> bool:
+    """Whether the process that `this_process` described is there. False where this cannot be known."""
+    return _is_there(process) is True
+
+
+def _is_there(process: dict[str, Any] | None) -> bool | None:
+    """`None` where this cannot be known."""
     if process is None or process.get("machine") != _machine():
-        return False
+        return None
     try:
         os.kill(process["pid"], 0)  # sends nothing
     except ProcessLookupError:
-        return True
+        return False
     except PermissionError:  # it is there, and another user's
         pass
     try:
         state, started = _state(process["pid"])
     except (FileNotFoundError, ProcessLookupError, PermissionError):  # another user's, hidden, or ending right now
-        return False
-    return state in ENDED or started != process["started"]
+        return None
+    return state not in ENDED and started == process["started"]
 
 
 def how_it_was_left(steps: int) -> str:
