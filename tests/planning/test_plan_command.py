@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.planning.test_finished_run import RULES, lines_of
 from tests.tiny import save_tiny_model, tiny_prompts
@@ -99,6 +100,38 @@ def test_runs_of_one_model_and_those_that_do_not_say_are_fitted_together(tmp_pat
     assert planned(capsys, *(part for run in runs for part in ("--run", run)))["forecasts"]
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "model")
+
+
+def size_of(folder) -> dict:
+    weights = list(AutoModelForCausalLM.from_pretrained(folder).parameters())
+    numbers = sum(weight.numel() for weight in weights)
+    return {"parameters": numbers, "trained": numbers, "dtype": "bfloat16"}  # --model does not say a dtype
+
+
+def test_the_rates_of_a_run_are_not_those_of_another_model(model, tmp_path, capsys):
+    one, another = run_of(tmp_path / "one", size_of(model)), run_of(tmp_path / "another", SMALL)
+    assert planned(capsys, "--run", one, *SETTINGS, "--model", model)["forecasts"][0]["memory_gib"]
+    error = refused(capsys, "--run", another, *SETTINGS, "--model", model)
+    assert f"--model is {str(model)!r}, which has " in error and "whose policy has 1,000 parameters" in error
+    speeds = ["--engine_speed", "8:400", "--training_speed", "900"]
+    assert planned(capsys, "--run", another, *SETTINGS, "--model", model, *speeds)["forecasts"]
+
+
+def test_the_rates_of_a_run_without_an_adapter_are_not_those_with_one(model, tmp_path, capsys):
+    adapter = ["--use_peft", "true", "--lora_target_modules", "all-linear"]
+    whole = run_of(tmp_path / "whole", size_of(model))
+    capsys.readouterr()
+    assert "whose policy has" in refused(capsys, "--run", whole, *SETTINGS, "--model", model, *adapter)
+
+
+def test_the_memory_of_a_model_needs_settings(run, model, capsys):
+    error = refused(capsys, "--run", run, "--model", model)
+    assert f"--model is {str(model)!r}, but its memory depends on settings that --run does not hold" in error
+
+
 def test_settings_come_from_a_recipe_and_from_the_command_line(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_staleness: 3\nnum_generations: 4\nper_device_train_batch_size: 32\nuse_cpu: true\n")
@@ -134,6 +167,8 @@ def test_the_best_split_is_first_and_memory_is_beside_it(tmp_path, capsys):
         ([*SETTINGS, *RATES, "--reward_second", "3"], "no option '--reward_second'; is it '--reward_seconds'?"),
         ([*SETTINGS, *RATES, "--max_stalenes", "3"], "no option '--max_stalenes'; is it '--max_staleness'?"),
         ([*SETTINGS, *RATES, "--lengths", "fixed:9", "--model", "/no/such/model"], "/no/such/model"),
+        (["--gpus", "8", "--trainers", "3"], "--trainers is 3, but --gpus 8 asks for the best number of trainers"),
+        (["--config", "a.yaml", "--config", "b.yaml"], "--config is given twice"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(capsys, arguments, sentence):

@@ -9,24 +9,30 @@ draw runs, report on runs.
     trl-a3po plot outputs/one outputs/other --output both.png
     trl-a3po report outputs/one outputs/other --output both.html
 
-Guarantees: a setting on the command line overrides the recipe; a run that cannot be drawn ends with one sentence and
-exit code 2.
+Guarantees: a setting on the command line overrides the recipe; a command that cannot do what it is asked to ends with
+one sentence and exit code 2 (`train`: 1), and one whose output is not read any more ends quietly.
 """
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from trl_a3po import __version__
-from trl_a3po.cli.options import OptionParser, SettingsError, check_rest
+from trl_a3po.cli.options import OptionParser, SettingsError, check_rest, path_option, subject_and_options
+from trl_a3po.cli.unread_output import quiet_when_unread
 
 OF_REPORTS = ("matplotlib", "rich", "plotly", "jinja2")  # packages that `trl-a3po[report]` installs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `trl-a3po` with `arguments`; by default with those of the process."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    with quiet_when_unread():
+        _run(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: list[str]) -> None:
     if arguments[:1] == ["train"]:  # has a parser of its own, with every field of the configuration
         from trl_a3po.cli.train import run
 
@@ -34,27 +40,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run(arguments[1:])
         except SettingsError as error:
             sys.exit(f"trl-a3po train: {error}")
-        return
-    if arguments[:1] == ["doctor"] and not {"-h", "--help"} & set(arguments):  # takes the settings of a recipe too
+    elif arguments[:1] == ["doctor"] and not {"-h", "--help"} & set(arguments):  # takes the settings of a recipe too
         sys.exit(_doctor(arguments[1:]))
-    if arguments[:1] == ["plan"]:  # takes the settings of a recipe too
-        _plan(arguments[1:])
-        return
+    elif arguments[:1] == ["plan"]:  # takes the settings of a recipe too
+        from trl_a3po.cli.plan import run as plan
+
+        with _refusals("trl-a3po plan"):
+            plan(arguments[1:])
+    else:
+        with _refusals("trl-a3po"):
+            parsed, rest = _parser().parse_known_args(arguments)
+            check_rest(rest, parsed.options)
+            parsed.run(parsed)
+
+
+@contextmanager
+def _refusals(command: str) -> Iterator[None]:
+    """End the command with one sentence, and exit code 2, if it cannot do what it is asked to."""
     try:
-        parsed, rest = _parser().parse_known_args(arguments)
-        check_rest(rest, parsed.options)
-        parsed.run(parsed)
+        yield
+    except BrokenPipeError:  # of whoever reads the output
+        raise
     except ModuleNotFoundError as error:
         if error.name not in OF_REPORTS:
             raise
-        _parser().exit(2, f"trl-a3po: {error.name} is not installed: pip install 'trl-a3po[report]'.\n")
+        _parser().exit(2, f"{command}: {error.name} is not installed: pip install 'trl-a3po[report]'.\n")
     except (OSError, ValueError) as error:
-        _parser().exit(2, f"trl-a3po: {error}\n")
-
-
-def _path(text: str) -> Path:
-    """The path, also where no shell has put the home folder in place of `~`, as after `--output=`."""
-    return Path(text).expanduser()
+        _parser().exit(2, f"{command}: {' '.join(str(error).split())}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,29 +80,24 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is wrong with a set-up, or went wrong in a run")
     doctor.add_argument("what", nargs="+", metavar="RECIPE.yaml [--field value …] | RUN", help="see docs/doctor.md")
     watch = commands.add_parser("watch", help="show what a run does, and what limits it, while it goes on")
-    watch.add_argument("watched", type=Path, metavar="RUN", help="folder of a run, or its timeline.jsonl")
+    watch.add_argument("watched", type=path_option, metavar="RUN", help="folder of a run, or its timeline.jsonl")
     watch.add_argument("--once", action="store_true", help="print one frame, for a pipe or a log")
     watch.set_defaults(run=_watch, options=watch.names)
     plan = commands.add_parser("plan", help="forecast a run: time of a step, idle shares, best split of GPUs")
     plan.add_argument("what", nargs="*", metavar="--run RUN | --config RECIPE.yaml | --gpus N …", help="see --help")
     plot = commands.add_parser("plot", help="draw one or several runs in one image")
-    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its trainer_state.json")
-    plot.add_argument("--output", type=_path, default=Path("runs.png"), help="image file (default: runs.png)")
+    plot.add_argument(
+        "runs", nargs="+", type=path_option, metavar="RUN", help="folder of a run, or its trainer_state.json"
+    )
+    plot.add_argument("--output", type=path_option, default=Path("runs.png"), help="image file (default: runs.png)")
     plot.set_defaults(run=_plot, options=plot.names)
     report = commands.add_parser("report", help="write one HTML page about one or several runs")
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    report.add_argument("--output", type=_path, default=Path("report.html"), help="HTML file (default: report.html)")
+    report.add_argument("runs", nargs="+", type=path_option, metavar="RUN", help="folder of a run")
+    report.add_argument(
+        "--output", type=path_option, default=Path("report.html"), help="HTML file (default: report.html)"
+    )
     report.set_defaults(run=_report, options=report.names)
     return parser
-
-
-def _plan(arguments: Sequence[str]) -> None:
-    from trl_a3po.cli.plan import run
-
-    try:
-        run(arguments)
-    except (OSError, ValueError) as error:
-        _parser().exit(2, f"trl-a3po plan: {' '.join(str(error).split())}\n")
 
 
 def _env(parsed: argparse.Namespace) -> None:
@@ -100,33 +107,31 @@ def _env(parsed: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: Sequence[str]) -> int:
-    """Print the findings. Returns 1 if one of them is a problem, 2 if there is nothing to examine."""
-    path = Path(arguments[0] if arguments else "")
-    before = path.suffix in (".yaml", ".yml")
-    if not arguments or (before and not path.is_file()):
-        print("trl-a3po doctor: give a recipe (.yaml), or the output_dir, a checkpoint or the log of a run.")
-        return 2
-    try:
-        findings: list[str] = []
-        for finding in _findings(path, arguments, before):
+    """Print the findings. Returns 1 if one of them is a problem."""
+    findings: list[str] = []
+    with _refusals("trl-a3po doctor"):
+        for finding in _findings(arguments):
             print(finding, flush=True)
             findings.append(finding)
-    except (OSError, ValueError) as error:
-        print(f"trl-a3po doctor: {error}")
-        return 2
     problem = any(finding.startswith("PROBLEM") for finding in findings)
     print("There is a problem." if problem else "No problem was found.")
     return int(problem)
 
 
-def _findings(path: Path, arguments: Sequence[str], before: bool) -> Iterable[str]:
+def _findings(arguments: Sequence[str]) -> Iterable[str]:
+    given, options = subject_and_options(arguments)
+    path = path_option(given or "")
+    before = path.suffix in (".yaml", ".yml") or "--config" in {word.partition("=")[0] for word in arguments}
+    if given is None or (before and not path.is_file()):
+        missing = "" if given is None else f"there is no recipe {given!r}: "
+        raise SettingsError(f"{missing}give a recipe (.yaml), or the output_dir, a checkpoint or the log of a run.")
     if before:
         from trl_a3po.cli.doctor import examine
 
-        return examine(arguments)
+        return examine([str(path), *options])
     from trl_a3po.cli.diagnosis import diagnose
 
-    check_rest(arguments[1:], ())
+    check_rest(options, ())
     return diagnose(path)
 
 

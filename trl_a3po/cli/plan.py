@@ -21,14 +21,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl import ModelConfig, get_peft_config
 
 from trl_a3po.cli.numbers import COUNT, GIBIBYTES, SECONDS, SEQUENCES, SPEED, TOKENS, NumberAction, Numbers
-from trl_a3po.cli.options import OptionParser, SettingsError
+from trl_a3po.cli.options import OptionParser, SettingsError, in_home, path_option
 from trl_a3po.cli.train import parse_command
 from trl_a3po.config import A3POConfig
 from trl_a3po.models.memory import GIB
 from trl_a3po.planning.best_split import best_splits, splits
 from trl_a3po.planning.finished_run import FinishedRun, finished_run, rates_of
 from trl_a3po.planning.forecast import Forecast, forecast
-from trl_a3po.planning.policy_size import check_one_policy
+from trl_a3po.planning.policy_size import PolicySize, check_one_policy
 from trl_a3po.planning.rates import EngineSpeed, Rates
 from trl_a3po.planning.rules import Rules
 from trl_a3po.planning.simulation import Split
@@ -82,11 +82,11 @@ def make_parser() -> OptionParser:
     def number(name: str, numbers: Numbers, **more: Any) -> None:
         add(name, action=NumberAction, numbers=numbers, **more)
 
-    add("--run", action="append", default=[], type=Path, metavar="RUN", help="output_dir of a finished run, for its "
-        "rates, lengths and rewards, and for its settings if none are given; the first one counts if you repeat it, "
-        "and all of them for the speeds of training and of the engine")  # fmt: skip
-    add("--config", type=Path, metavar="RECIPE.yaml", help="the settings of the run to forecast")
-    add("--model", help="folder or name of the model, for the memory; its weights are not loaded")
+    add("--run", action="append", default=[], type=path_option, metavar="RUN", help="output_dir of a finished run, "
+        "for its rates, lengths and rewards, and for its settings if none are given; the first one counts if you "
+        "repeat it, and all of them for the speeds of training and of the engine")  # fmt: skip
+    add("--config", type=path_option, metavar="RECIPE.yaml", help="the settings of the run to forecast")
+    add("--model", type=in_home, help="folder or name of the model, for the memory; its weights are not loaded")
     number("--gpus", COUNT, help="find the best split of so many GPUs between training and generation")
     number("--gpus_per_engine", COUNT, help="GPUs of one engine (default: vllm_tensor_parallel_size, or 1)")
     number("--gpu_memory", GIBIBYTES, metavar="GIB", help="with --model: leave out splits that do not fit")
@@ -126,6 +126,7 @@ def run(arguments: Sequence[str]) -> None:
 
 def make_plan(parsed: argparse.Namespace, settings: Sequence[str]) -> Plan:
     """What the arguments ask for."""
+    _check_together(parsed)
     runs = [finished_run(read_timeline(folder)) for folder in parsed.run]
     check_one_policy({f"--run {folder}": run.policy for folder, run in zip(parsed.run, runs, strict=True)})
     args, model_args = _settings(parsed, settings, runs)
@@ -133,11 +134,7 @@ def make_plan(parsed: argparse.Namespace, settings: Sequence[str]) -> Plan:
     per_engine = _gpus_per_engine(parsed, args)
     rules, split = _rules(args, runs, parsed.trainers)
     work, rates = _workload(parsed, runs, args), _rates(parsed, runs)
-    memory = (
-        None
-        if args is None or model_args is None or parsed.model is None
-        else _Memory(parsed, args, model_args, per_engine)
-    )
+    memory = _memory(parsed, args, model_args, per_engine, runs)
     if parsed.gpus is None:
         forecasts = [forecast(work, rates, split, rules)]
     else:
@@ -195,11 +192,24 @@ ROWS: dict[str, Callable[[Forecast], str]] = {
 # --- from the arguments -------------------------------------------------------------------------------------------
 
 
+def _check_together(parsed: argparse.Namespace) -> None:
+    if parsed.gpus is not None and parsed.trainers is not None:
+        raise SettingsError(
+            f"--trainers is {parsed.trainers}, but --gpus {parsed.gpus} asks for the best number of trainers: leave "
+            "one of the two out."
+        )
+
+
 def _settings(
     parsed: argparse.Namespace, settings: Sequence[str], runs: Sequence[FinishedRun]
 ) -> tuple[A3POConfig, ModelConfig] | tuple[None, None]:
     """The configuration of the run to forecast, `None` for that of the finished run."""
-    if parsed.config is None and not settings and runs and parsed.model is None:
+    if parsed.config is None and not settings and runs:
+        if parsed.model is not None:
+            raise SettingsError(
+                f"--model is {parsed.model!r}, but its memory depends on settings that --run does not hold: give "
+                "--config RECIPE.yaml or --field value too, or leave --model out."
+            )
         return None, None
     if parsed.config is not None and not parsed.config.is_file():
         raise FileNotFoundError(f"--config is {str(parsed.config)!r}, but there is no such file.")
@@ -315,18 +325,50 @@ def _points(texts: Sequence[str]) -> dict[float, float]:
     return points
 
 
+def _memory(
+    parsed: argparse.Namespace,
+    args: A3POConfig | None,
+    model_args: ModelConfig | None,
+    per_engine: int,
+    runs: Sequence[FinishedRun],
+) -> "_Memory | None":
+    """`None` without a model."""
+    if args is None or model_args is None or parsed.model is None:
+        return None
+    memory = _Memory(parsed, args, model_args, per_engine)
+    if parsed.training_speed is None or parsed.engine_speed is None:
+        memory.check_model(runs)
+    return memory
+
+
 class _Memory:
     """Memory of trainers, engines and queue, from the shape of the model alone."""
 
     def __init__(self, parsed: argparse.Namespace, args: A3POConfig, model_args: ModelConfig, per_engine: int):
         self.args, self.zero_stage, self.fsdp = args, parsed.zero_stage, parsed.fsdp
-        self.limit, self.per_engine = parsed.gpu_memory, per_engine
+        self.limit, self.per_engine, self.name = parsed.gpu_memory, per_engine, parsed.model
+        self.is_packed = model_args.load_in_4bit or model_args.load_in_8bit
         dtype = getattr(torch, str(model_args.dtype), torch.float32)  # "auto" is not known without the weights
         self.engine_bytes = 2 if args.bf16 or args.fp16 else dtype.itemsize
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(parsed.model), dtype=dtype)
             adapter = get_peft_config(model_args)
             self.model = model if adapter is None else get_peft_model(model, adapter)
+
+    def check_model(self, runs: Sequence[FinishedRun]) -> None:
+        """Raise `SettingsError` if the rates are those of a run of another model."""
+        policy = next((run.policy for run in runs if run.policy is not None), None)  # those of all runs are the same
+        if policy is None or self.is_packed:  # a run counts packed weights as they are stored
+            return
+        sizes = [(weight.numel(), weight.requires_grad) for weight in self.model.parameters()]
+        trained = sum(numbers for numbers, requires_grad in sizes if requires_grad)
+        size = PolicySize(sum(numbers for numbers, _ in sizes), trained, policy.dtype)
+        if size != policy:
+            raise SettingsError(
+                f"--model is {self.name!r}, which has {size}, but the rates are those of --run, whose policy has "
+                f"{policy}: give the model and the adapter of the run, or --training_speed and --engine_speed of this "
+                "one."
+            )
 
     def fits(self, split: Split) -> bool:
         trainer, engine = self._sizes(split)

@@ -18,7 +18,7 @@ import cloudpickle
 from trl.import_utils import is_math_verify_available
 
 from trl_a3po.cli.log_errors import Frame
-from trl_a3po.cli.options import SettingsError
+from trl_a3po.cli.options import SettingsError, in_home
 from trl_a3po.rewards.users_frames import PACKAGE, users_frames
 
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
@@ -80,7 +80,8 @@ def _reward(name: str, folders: Sequence[Path]) -> Callable[..., Any]:
 
 
 def _load(file: str, setting: str, name: str, folders: Sequence[Path]) -> ModuleType:
-    path = next((folder / file for folder in folders if (folder / file).is_file()), None)
+    paths = [folder / in_home(file) for folder in folders]
+    path = next((path for path in paths if path.is_file()), None)
     if path is None:
         raise SettingsError(
             f"{setting}={name!r} was not found: there is no {file!r} in "

@@ -5,22 +5,33 @@ overrides the recipe; a name that is no field is refused before anything is buil
 `trainer_state.json` are in `output_dir`. For several processes: `accelerate launch -m trl_a3po train RECIPE.yaml`.
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from datasets import load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from trl_a3po.cli.options import OptionParser, SettingsError, check_names, check_rest
+from trl_a3po.cli.options import (
+    OptionParser,
+    SettingsError,
+    check_names,
+    check_rest,
+    in_home,
+    path_option,
+    subject_and_options,
+)
 from trl_a3po.cli.recipe import find_function, find_rewards
 from trl_a3po.cli.smoke import smoke_arguments, smoke_reward, smoke_rows
 from trl_a3po.config import A3POConfig
+from trl_a3po.config.check_kinds import check_kinds
 from trl_a3po.trainer import A3POTrainer
 
 ENVIRONMENT = "env"  # the part of a recipe from which TRL sets environment variables
+TEXT_OR_LIST = [name for name, kind in get_type_hints(A3POConfig).items() if {str, list[str]} <= set(get_args(kind))]
 
 
 @dataclass
@@ -62,6 +73,22 @@ class A3POScriptArguments(ScriptArguments):
 class RecipeParser(OptionParser, TrlParser):
     """TRL's parser of a recipe and a command line, as `OptionParser` reads them."""
 
+    last_counts = True  # as in TRL: a launch script appends what overrides its own options
+
+    def add_argument(self, *names: Any, **kwargs: Any) -> argparse.Action:
+        if names[0].removeprefix("--") in TEXT_OR_LIST:
+            kwargs |= {"action": TextOrList, "nargs": "+"}
+        return super().add_argument(*names, **kwargs)
+
+
+class TextOrList(argparse.Action):
+    """Stores one value as it is, and several as a list."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
 
 def make_parser(prog: str | None = None) -> RecipeParser:
     """The parser of `trl-a3po train`."""
@@ -90,7 +117,8 @@ def parse_command(
         SettingsError: the arguments are not a valid configuration.
     """
     parser, folders = make_parser("trl-a3po train RECIPE.yaml"), [Path.cwd()]
-    recipe, options = _recipe_and_options(arguments)
+    given_recipe, options = subject_and_options(arguments)
+    recipe = None if given_recipe is None else path_option(given_recipe)
     settings: dict[str, Any] = {}
     if recipe is not None:
         settings = read_recipe(recipe)
@@ -105,7 +133,12 @@ def parse_command(
     try:
         # From here on the recipe's values are the defaults.
         parsed: Any = parser.parse_args_and_config([*(() if recipe is None else ("--config", str(recipe))), *options])
-        return (*parsed, folders)
+        script_args, training_args, model_args = parsed
+        for settings_of, name in ((script_args, "dataset_name"), (model_args, "model_name_or_path")):
+            if (value := getattr(settings_of, name)) is not None:
+                setattr(settings_of, name, in_home(value))
+        check_kinds(model_args)
+        return script_args, training_args, model_args, folders
     except SettingsError:
         raise
     except ValueError as error:
@@ -113,19 +146,6 @@ def parse_command(
     except (TypeError, LookupError, AttributeError) as error:  # of dataclasses that do not check their values
         kind = type(error).__name__
         raise SettingsError(f"a setting has a value of a kind that it cannot have ({kind}: {error})") from error
-
-
-def _recipe_and_options(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The recipe, which comes first or after `--config`, and the other arguments."""
-    options = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    recipes = [options.pop(0)] if options and not options[0].startswith("-") else []
-    while "--config" in options:
-        at = options.index("--config")
-        recipes.extend(options[at + 1 : at + 2] or [""])
-        del options[at : at + 2]
-    if len(recipes) > 1:
-        raise SettingsError(f"there are several recipes, {', '.join(recipes)}: give one.")
-    return (Path(recipes[0]) if recipes else None), options
 
 
 def read_recipe(recipe: Path) -> dict[str, Any]:
@@ -186,14 +206,41 @@ def build_trainer(
         "dtype": model_args.dtype,
         **given,
     }
-    return A3POTrainer(
-        model_args.model_name_or_path,
-        rewards,
-        args=training_args,
-        train_dataset=dataset,
-        eval_dataset=held_out,
-        peft_config=get_peft_config(model_args),
-        quantization_config=get_quantization_config(model_args),
+    try:
+        return A3POTrainer(
+            model_args.model_name_or_path,
+            rewards,
+            args=training_args,
+            train_dataset=dataset,
+            eval_dataset=held_out,
+            peft_config=get_peft_config(model_args),
+            quantization_config=get_quantization_config(model_args),
+        )
+    except (OSError, ValueError) as error:
+        if not _is_of_the_model(error, Path(model_args.model_name_or_path)):
+            raise
+        raise _cannot_be_had("model_name_or_path", model_args.model_name_or_path, error) from error
+
+
+def _is_of_the_model(error: Exception, folder: Path) -> bool:
+    """Whether transformers says that there is no model. Its `OSError` is of no subclass and has no number, unlike
+    those of the system and of other libraries; a `ValueError` may be about anything else if there is a configuration.
+    """
+    if isinstance(error, OSError):
+        return type(error) is OSError and error.errno is None
+    return folder.is_dir() and not (folder / "config.json").exists()
+
+
+def _cannot_be_had(setting: str, name: str, error: Exception) -> SettingsError:
+    """What a library says of a model or dataset that it does not find."""
+    why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    if Path(name).exists():
+        return SettingsError(f"{setting} is {name!r}, which is there but cannot be loaded ({why}): correct the path.")
+    if name.startswith(("/", "./", "../")):
+        return SettingsError(f"{setting} is {name!r}, but there is no such file or folder: correct the path.")
+    return SettingsError(
+        f"{setting} is {name!r}, which is no folder here and cannot be had from the hub ({why}): correct the name, or "
+        "see that this machine reaches the hub and may read what it asks for."
     )
 
 
@@ -209,9 +256,12 @@ def _datasets(script_args: A3POScriptArguments, training_args: A3POConfig, folde
     if script_args.dataset_function is not None:
         made = find_function(script_args.dataset_function, "dataset_function", folders)()
     else:
-        made = load_dataset(
-            script_args.dataset_name, script_args.dataset_config, streaming=script_args.dataset_streaming
-        )
+        try:
+            made = load_dataset(
+                script_args.dataset_name, script_args.dataset_config, streaming=script_args.dataset_streaming
+            )
+        except (FileNotFoundError, ConnectionError) as error:
+            raise _cannot_be_had("dataset_name", str(script_args.dataset_name), error) from error
     if not isinstance(made, dict):
         made = {script_args.dataset_train_split: made}
     for split in (script_args.dataset_train_split, script_args.dataset_test_split):

@@ -17,6 +17,7 @@ from trl import GRPOConfig
 
 from trl_a3po.config.check_engine import check_engine
 from trl_a3po.config.check_inherited import check_inherited, trl_server_url
+from trl_a3po.config.check_kinds import FILES, check_kinds
 from trl_a3po.config.check_objective import check_objective
 from trl_a3po.config.check_schedule import check_schedule
 from trl_a3po.config.check_values import check_checkpoints, check_choices, check_forward, check_numbers, check_types
@@ -92,6 +93,10 @@ class A3POConfig(
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and torch.accelerator.is_available()
+        for name in FILES:  # which are read at once
+            if isinstance(value := getattr(self, name), str):
+                setattr(self, name, os.path.expanduser(value))
+        check_kinds(self, GRPOConfig)
         super().__post_init__()
         for name in ("packed_forward", "shared_prompt"):
             if isinstance(value := getattr(self, name), bool):  # YAML reads an unquoted on or off so

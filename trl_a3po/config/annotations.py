@@ -34,10 +34,15 @@ def annotations() -> Iterator[Annotation]:
         yield _annotation(setting.name, get_type_hints(cls, include_extras=True)[setting.name])
 
 
+def members(hint: Any) -> tuple[Any, ...]:
+    """The types of a union; a type that is none is alone."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
 def _annotation(name: str, hint: Any) -> Annotation:
-    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    optional = NoneType in members
-    (kind,) = (member for member in members if member is not NoneType)
+    kinds = members(hint)
+    optional = NoneType in kinds
+    (kind,) = (member for member in kinds if member is not NoneType)
     if get_origin(kind) is Literal:
         return Annotation(name, str, optional, choices=get_args(kind))
     if get_origin(kind) is Annotated:
