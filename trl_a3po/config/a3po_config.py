@@ -20,6 +20,7 @@ from trl_a3po.config.check_inherited import check_inherited, trl_server_url
 from trl_a3po.config.check_objective import check_objective
 from trl_a3po.config.check_schedule import check_schedule
 from trl_a3po.config.check_values import check_checkpoints, check_choices, check_forward, check_numbers, check_types
+from trl_a3po.config.compile_locks import is_launched_with_deepspeed, warn_of_stale_locks
 from trl_a3po.config.documentation import parameters_section
 from trl_a3po.config.plan import config_plan
 from trl_a3po.config.settings import (
@@ -92,6 +93,8 @@ class A3POConfig(
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and torch.accelerator.is_available()
+        if self.deepspeed is not None or is_launched_with_deepspeed():
+            warn_of_stale_locks()  # before DeepSpeed compiles, or waits, when it sets up its communication
         super().__post_init__()
         for name in ("packed_forward", "shared_prompt"):
             if isinstance(value := getattr(self, name), bool):  # YAML reads an unquoted on or off so
