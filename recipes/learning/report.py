@@ -177,7 +177,8 @@ def draw(results: Sequence[Result], task: str, path: Path) -> None:
         for panel in axes[row]:
             panel.spines[["top", "right"]].set_visible(False)
     lines = {line.get_label(): line for panel in axes[0] for line in panel.get_lines()}
-    figure.legend(handles=[lines[method] for method in METHODS if method in lines], frameon=False, loc="outside right upper")
+    handles = [lines[method] for method in METHODS if method in lines]
+    figure.legend(handles=handles, frameon=False, loc="outside right upper")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 

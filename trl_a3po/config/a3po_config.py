@@ -21,6 +21,7 @@ from trl_a3po.config.check_kinds import FILES, check_kinds
 from trl_a3po.config.check_objective import check_objective
 from trl_a3po.config.check_schedule import check_schedule
 from trl_a3po.config.check_values import check_checkpoints, check_choices, check_forward, check_numbers, check_types
+from trl_a3po.config.compile_locks import is_launched_with_deepspeed, warn_of_stale_locks
 from trl_a3po.config.documentation import parameters_section
 from trl_a3po.config.plan import config_plan
 from trl_a3po.config.settings import (
@@ -97,6 +98,8 @@ class A3POConfig(
             if isinstance(value := getattr(self, name), str):
                 setattr(self, name, os.path.expanduser(value))
         check_kinds(self, GRPOConfig)
+        if self.deepspeed is not None or is_launched_with_deepspeed():
+            warn_of_stale_locks()  # before DeepSpeed compiles, or waits, when it sets up its communication
         super().__post_init__()
         for name in ("packed_forward", "shared_prompt"):
             if isinstance(value := getattr(self, name), bool):  # YAML reads an unquoted on or off so
