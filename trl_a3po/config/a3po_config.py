@@ -94,9 +94,7 @@ class A3POConfig(
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and torch.accelerator.is_available()
-        for name in FILES:  # which are read at once
-            if isinstance(value := getattr(self, name), str):
-                setattr(self, name, os.path.expanduser(value))
+        self._find_files()
         check_kinds(self, GRPOConfig)
         if self.deepspeed is not None or is_launched_with_deepspeed():
             warn_of_stale_locks()  # before DeepSpeed compiles, or waits, when it sets up its communication
@@ -223,6 +221,12 @@ class A3POConfig(
     def completions_per_micro_step(self) -> int:
         """The completions that all processes together train in one micro-step."""
         return self.generation_batch_size // self.steps_per_generation
+
+    def _find_files(self) -> None:
+        """Paths that `TrainingArguments` reads at once, with the home folder for `~`."""
+        for name in FILES:
+            if isinstance(value := getattr(self, name), str):
+                setattr(self, name, os.path.expanduser(value))
 
     def _map_trl_vllm_fields(self) -> None:
         if isinstance(self.vllm_server_urls, str):
