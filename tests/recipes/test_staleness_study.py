@@ -32,6 +32,14 @@ def test_a_part_of_it_runs_and_draws(study, tmp_path, monkeypatch, capsys):
     assert "log r / log ρ is 0.500, predicted 1/d = 0.500: confirmed" in capsys.readouterr().out
 
 
+def test_a_file_is_no_folder_to_write_into_and_nothing_is_trained(study, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "argv", [str(PATH), "--output", str(tmp_path / "file")])
+    monkeypatch.setattr(study, "run", lambda *arguments: pytest.fail("trained"))
+    with pytest.raises(SystemExit, match=r"^--output is '.*file', but this folder cannot be made \("):
+        study.main()
+
+
 def made_up(clipped, contraction):
     return [{"clipped": clipped, "contraction": contraction}]
 
