@@ -10,7 +10,7 @@ from trl import ModelConfig
 from tests.test_cli import refused
 from trl_a3po import A3POConfig
 from trl_a3po.cli.train import parse_command
-from trl_a3po.config.check_kinds import FILES, MAY_BE_INFINITE, check_kinds
+from trl_a3po.config.check_kinds import FILES, MAY_BE_INFINITE, MAY_BE_NONE, check_kinds
 
 FRACTIONS = [
     "max_steps",
@@ -21,7 +21,7 @@ FRACTIONS = [
     "num_iterations",
 ]
 REAL = ["learning_rate", "num_train_epochs", "beta", "top_p", "weight_decay", "max_grad_norm", "epsilon", "eval_steps"]
-NOT_NUMBERS = [(name, value) for name in FRACTIONS for value in (2.5, 2.0, math.nan, True, [2], "2")]
+NOT_NUMBERS = [(name, value) for name in FRACTIONS for value in (2.5, math.inf, math.nan, True, [2], "2")]
 NOT_NUMBERS += [(name, value) for name in REAL for value in (math.nan, True, [0.5], "0.5")]
 NOT_NUMBERS += [(name, math.inf) for name in REAL if name not in MAY_BE_INFINITE]
 NOT_NUMBERS += [("max_steps", None), ("learning_rate", None)]
@@ -41,6 +41,16 @@ def test_numbers_of_the_right_kind_are_kept():
     )
     args = A3POConfig(use_cpu=True, **kept)
     assert {name: getattr(args, name) for name in kept} == kept
+
+
+def test_a_number_that_counts_may_be_written_as_a_float():
+    args = A3POConfig(use_cpu=True, max_steps=1e3, save_total_limit=2.0)
+    assert repr(args.max_steps) == "1000" and repr(args.save_total_limit) == "2"
+
+
+@pytest.mark.parametrize("name", MAY_BE_NONE)
+def test_what_is_off_may_be_none(name):
+    assert getattr(A3POConfig(use_cpu=True, **{name: None}), name) is None
 
 
 @pytest.mark.parametrize("value", ["{'bad", "{bad", '{"top_k": 5', '{"top_k"}', "bad", "", "nowhere.json"])

@@ -1,13 +1,14 @@
 """What kind of value a setting of TRL or transformers has, which they do not check: numbers and dictionaries.
 
-Guarantees: a setting that counts has no fraction; no number is NaN, and only limits that switch something off are
-infinite; text in place of a dictionary is JSON, or the name of a file where it may be one; nothing is changed.
+Guarantees: a setting that counts has no fraction, and one that is written as 1e3 is 1000; no number is NaN, and only
+limits that switch something off are infinite or `None`; text in place of a dictionary is JSON, or the name of a file
+where it may be one.
 """
 
 import json
 import math
 from dataclasses import fields
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_origin, get_type_hints
@@ -16,6 +17,8 @@ from trl_a3po.config.annotations import members
 
 MAY_BE_INFINITE = ("max_grad_norm", "epsilon_high")
 """Limits that are never reached then."""
+MAY_BE_NONE = ("max_grad_norm", "top_p", "top_k", "repetition_penalty")
+"""What the Trainer and `generate` do not do then, whatever the annotation says."""
 FILES = ("accelerator_config", "deepspeed", "fsdp_config")
 """Dictionaries that may be the path of a JSON file."""
 
@@ -29,8 +32,10 @@ def check_kinds(settings: Any, declared: type | None = None) -> None:
     hints = get_type_hints(declared or type(settings))
     for field in (field for field in fields(declared or settings) if field.init):
         value, kinds = getattr(settings, field.name), set(members(hints[field.name]))
-        if value is not None or not (field.default is None or NoneType in kinds):
+        if value is not None or not (field.default is None or NoneType in kinds or field.name in MAY_BE_NONE):
             _check_value(field.name, value, kinds - {NoneType})
+            if kinds - {NoneType} == {int}:
+                setattr(settings, field.name, int(value))
 
 
 def _check_value(name: str, value: Any, kinds: set[Any]) -> None:
@@ -44,10 +49,12 @@ def _check_value(name: str, value: Any, kinds: set[Any]) -> None:
 
 
 def _check_number(name: str, value: Any, number: Any, *, whole: bool) -> None:
-    if isinstance(number, bool) or not isinstance(number, Integral if whole else Real):
+    if isinstance(number, bool) or not isinstance(number, Real):
         raise ValueError(f"{name}={value!r} must be a {'whole ' * whole}number.")
     if math.isnan(number) or (math.isinf(number) and name not in MAY_BE_INFINITE):
         raise ValueError(f"{name}={value!r} must be a finite number.")
+    if whole and number != int(number):
+        raise ValueError(f"{name}={value!r} must be a whole number.")
 
 
 def _check_dictionary(name: str, text: str) -> None:
