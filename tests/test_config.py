@@ -211,7 +211,7 @@ REAL = [(known.name, known.optional) for known in ANNOTATIONS if known.type is f
 WRONG = [(name, value) for name, _ in WHOLE for value in ("5", 1.0, True, [1])]
 WRONG += [(name, value) for name, _ in REAL for value in ("5", True, math.nan, [1.0])]
 WRONG += [(name, None) for name, optional in WHOLE + REAL if not optional]
-WRONG += [("max_completion_length", value) for value in (None, 0, "8", 8.0)]
+WRONG += [("max_completion_length", value) for value in (None, 0, "8", 8.5)]
 WRONG += [("temperature", value) for value in (None, "1", True)] + [("stall_timeout", math.inf)]
 
 

@@ -53,7 +53,7 @@ def _check_number(name: str, value: Any, number: Any, *, whole: bool) -> None:
         raise ValueError(f"{name}={value!r} must be a {'whole ' * whole}number.")
     if math.isnan(number) or (math.isinf(number) and name not in MAY_BE_INFINITE):
         raise ValueError(f"{name}={value!r} must be a finite number.")
-    if whole and number != int(number):
+    if whole and number != math.floor(number):
         raise ValueError(f"{name}={value!r} must be a whole number.")
 
 
