@@ -7,6 +7,7 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.reward import reward
 from tests.tiny import VOCAB, tiny_prompts
 from tests.workers.processes import until
 from trl_a3po import A3POConfig, A3POTrainer, Group
@@ -36,10 +37,6 @@ def complete_or_stop(prompt_ids, rollout: int) -> list[int]:
     """As `COMPLETE`, with a stop token at the end of every other completion."""
     token_ids = COMPLETE(prompt_ids, rollout)
     return [*token_ids[:-1], EOS] if rollout % 2 else token_ids
-
-
-def reward(completion_ids, target, **kwargs):
-    return [(sum(ids) + t) % 11 / 10 for ids, t in zip(completion_ids, target, strict=True)]
 
 
 class ScriptedGRPOTrainer(GRPOTrainer):

@@ -4,13 +4,13 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 
 import pytest
 
+from tests.forked import Forked
 from tests.killed_run import BOUND, GENERATIONS, ROWS
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.choose_checkpoint import newest_valid
@@ -28,22 +28,21 @@ def read_trace(folder):
 def run(folder, steps, *, kill_at=None, moment=0.0):
     """One process; killed `moment` seconds after it has written a take at version `kill_at` or later."""
     begun = len(read_trace(folder))
-    command = [sys.executable, "-m", "tests.killed_run", str(folder), str(steps)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = Forked("tests.killed_run", folder, steps, environment=environment, output=folder / "printed")
     try:
         if kill_at is not None:
             deadline = time.monotonic() + START_SECONDS
-            while process.poll() is None and all(e.get("take", -1) < kill_at for e in read_trace(folder)[begun:]):
+            while process.returncode is None and all(e.get("take", -1) < kill_at for e in read_trace(folder)[begun:]):
                 assert time.monotonic() < deadline, "the run takes nothing"
                 time.sleep(0.005)
             time.sleep(moment)
             process.send_signal(signal.SIGKILL)
-        output, _ = process.communicate(timeout=START_SECONDS + steps * STEP_SECONDS)
+        process.wait(START_SECONDS + steps * STEP_SECONDS)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == (0 if kill_at is None else -signal.SIGKILL), output[-3000:]
+    assert process.returncode == (0 if kill_at is None else -signal.SIGKILL), process.printed[-3000:]
 
 
 def final_lineage(trace):

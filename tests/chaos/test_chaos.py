@@ -82,8 +82,8 @@ def check_waits(folder: Path, trace: list[dict]) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_run_lives_through_every_fault(tmp_path):
-    report = live_through(tmp_path, 200, 0, 8, 2, 1)
-    check_chaos(tmp_path, report, 200)
+    report = live_through(tmp_path, 160, 0, 8, 2, 1)
+    check_chaos(tmp_path, report, 160)
     missing = {name for name, count in report["faults"].items() if not count}
     assert missing <= ({"shared memory full"} if not own_shared_memory("1m") else set())
 

@@ -8,8 +8,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.chaos.ranks import GROUPS_PER_STEP
-from tests.distributed.launch import ROOT, free_port
+from tests.distributed.launch import free_port
+from tests.forked import ROOT, Forked
 from tests.test_killed_runs import read_trace
 from tests.tiny import save_tiny_model
 from tests.workers.processes import is_gone, until
@@ -28,16 +27,15 @@ LIFE_SECONDS = 400.0
 WHY = r"[Pp]rocess \d of 2|key-value store of the run is gone"
 
 
-def two_processes(folder: Path, steps: int) -> list[subprocess.Popen]:
+def two_processes(folder: Path, steps: int) -> list[Forked]:
     environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    life = len(list(folder.glob("printed_0_*")))
     return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.ranks", str(folder), str(steps)],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        Forked(
+            *("tests.chaos.ranks", folder, steps),
+            environment=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            output=folder / f"printed_{rank}_{life}",
         )
         for rank in range(2)
     ]
@@ -53,11 +51,13 @@ def live(folder: Path, steps: int, victim: int | None = None, kill_at: int = 0, 
             until(lambda: any(line.get("begins", -1) >= kill_at for line in read_trace(folder)[begun:]), LIFE_SECONDS)
             time.sleep(moment)
             processes[victim].send_signal(signal.SIGKILL)
-        printed = [process.communicate(timeout=LIFE_SECONDS)[0] for process in processes]
+        for process in processes:
+            process.wait(LIFE_SECONDS)
     finally:
         for process in processes:
             process.kill()
             process.wait()
+    printed = [process.printed for process in processes]
     told = read_trace(folder)[begun:]
     if victim is None:
         assert [process.returncode for process in processes] == [0, 0], "\n".join(text[-3000:] for text in printed)

@@ -1,6 +1,8 @@
-"""Starts a module of this folder in several processes, as `torchrun` does for a user."""
+"""Starts a module of this folder in several processes, as `torchrun` or `accelerate launch` does for a user."""
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -8,14 +10,27 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import torch.distributed as dist
+
+from tests.forked import ROOT, Forked
+
+LOCALHOST = "127.0.0.1"
+TERMINATE_SECONDS = 30.0  # as with torchrun
 
 
 def launch(
-    module: str, *arguments: object, processes: int = 2, timeout: float = 240.0, config: str | None = None
+    module: str,
+    *arguments: object,
+    processes: int = 2,
+    timeout: float = 240.0,
+    config: str | None = None,
+    torchrun: bool = False,
 ) -> subprocess.CompletedProcess:
-    """Run `python -m module *arguments` in `processes` processes, with `torchrun` or, given one of the recipes'
-    configurations, with `accelerate launch`; whatever it prints is in `stdout`."""
+    """Run `python -m module *arguments` in `processes` processes; whatever they print is in `stdout`. They find each
+    other as with `torchrun`, but begin with everything imported; `torchrun` has that launcher start them, and one of
+    the recipes' configurations `accelerate launch`."""
+    if config is None and not torchrun:
+        return _launch_forked(module, *arguments, processes=processes, timeout=timeout)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
     if config is not None:
         command = _accelerate(config, "--num_processes", processes, "--main_process_port", free_port())
@@ -28,6 +43,52 @@ def launch(
         text=True,
         timeout=timeout,
     )
+
+
+def _launch_forked(module: str, *arguments: object, processes: int, timeout: float) -> subprocess.CompletedProcess:
+    """As `torchrun`, holds the key-value store, and terminates the other processes when one has failed."""
+    store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    shared = _environment() | {
+        "MASTER_ADDR": LOCALHOST,
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    command = [module, *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "output.txt")
+        running = [
+            Forked(*command, environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, output=output)
+            for rank in range(processes)
+        ]
+        try:
+            failed = _first_failure(running, timeout)
+            for process in running:
+                process.send_signal(signal.SIGTERM)
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(TERMINATE_SECONDS)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        return subprocess.CompletedProcess(command, failed, output.read_text(errors="replace"))
+
+
+def _first_failure(running: list[Forked], timeout: float) -> int:
+    """The exit code of the first process that fails, or 0 when all have ended well."""
+    deadline = time.monotonic() + timeout
+    while True:
+        codes = [process.returncode for process in running]
+        failed = next(filter(None, codes), None)
+        if failed is not None:
+            return failed
+        if None not in codes:
+            return 0
+        assert time.monotonic() < deadline, f"after {timeout:.0f} s, still running: {running[0].printed[-4000:]}"
+        time.sleep(0.02)
 
 
 def launch_machines(
@@ -83,5 +144,4 @@ def _accelerate(config: str, *options: object) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed compiles an op with ninja
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": path}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

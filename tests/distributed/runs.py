@@ -75,8 +75,17 @@ MODES = {
 }
 
 
+def compile_no_operator() -> None:
+    """On CPUs, DeepSpeed compiles an operator for the inference of a model that is spread over them, for a minute or
+    two. Nothing here uses it."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def use_deepspeed(folder: Path, stage: int) -> None:
     """As `accelerate launch --use_deepspeed` would."""
+    compile_no_operator()
     config = {
         "gradient_accumulation_steps": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -102,6 +111,8 @@ def use(folder: Path, mode: str) -> None:
     """Set the environment as the launcher of `mode` would."""
     if mode.startswith("zero"):
         use_deepspeed(folder, int(mode[-1]))
+    if mode == "launched":
+        compile_no_operator()
     if mode.startswith("fsdp2") and mode != "fsdp2-gpu":
         full = mode.endswith("full")
         use_fsdp(

@@ -1,6 +1,7 @@
 """When one process fails, all end, soon and with the cause; the last checkpoint goes on."""
 
 import json
+import signal
 
 import pytest
 
@@ -16,10 +17,10 @@ MODULE = "tests.distributed.failing"
 @pytest.mark.parametrize(
     ("mode", "fault", "cause"),
     [
-        pytest.param("ddp", "kill", "Signal 9|SIGKILL", marks=pytest.mark.long),
-        # An error is passed on in the same way, whatever spreads the training; test_two_machines.py has one too.
-        pytest.param("ddp", "raise", "ZeroDivisionError: a callback of process 1", marks=pytest.mark.slow),
+        pytest.param("ddp", "kill", "process 1 of 2 has died or hangs", marks=pytest.mark.long),
+        pytest.param("ddp", "raise", "ZeroDivisionError: a callback of process 1", marks=pytest.mark.long),
         pytest.param("ddp", "starve", "RewardError|StallError", marks=pytest.mark.long),
+        # An error is passed on in the same way, whatever spreads the training.
         pytest.param("zero3", "raise", "ZeroDivisionError: a callback of process 1", marks=pytest.mark.slow),
         pytest.param("zero3", "publish", "EngineError: The engine died while it took", marks=pytest.mark.long),
         pytest.param("zero3", "nan", "CheckpointError: The checkpoint", marks=pytest.mark.long),
@@ -30,7 +31,7 @@ def test_every_process_ends_with_the_cause_and_the_checkpoint_goes_on(tmp_path, 
         pytest.importorskip("deepspeed")
     save_tiny_model(tmp_path / "model")
     failed = launch(MODULE, tmp_path, mode, fault)
-    assert failed.returncode != 0
+    assert failed.returncode == -signal.SIGKILL if fault == "kill" else failed.returncode != 0
     assert any(word in failed.stdout for word in cause.split("|")), failed.stdout[-4000:]
     assert (tmp_path / "run" / f"checkpoint-{FAILS_AT - 1}" / "a3po_complete.json").is_file()
     if fault == "nan":  # which one process alone has seen
@@ -68,13 +69,13 @@ def test_one_process_that_receives_sigterm_ends_all_at_a_step_that_goes_on(tmp_p
     if mode == "zero3":
         pytest.importorskip("deepspeed")
     save_tiny_model(tmp_path / "model")
-    ended = launch(MODULE, tmp_path, mode, fault)
+    ended = launch(MODULE, tmp_path, mode, fault, torchrun=fault == "terminate the launcher")
     assert ended.returncode != 0
     assert "SIGTERM ended the run after optimizer step" in ended.stdout, ended.stdout[-4000:]
     [folder] = checkpoints(tmp_path / "run")
     assert why_invalid(folder) is None
     if fault == "terminate":  # only process 1 received it, so that the main process did not stop waiting
-        assert "exitcode  : 75" in ended.stdout
+        assert ended.returncode == 75
         assert folder.name == f"checkpoint-{FAILS_AT + 1}"
 
     resumed = launch(MODULE, tmp_path, mode, "nothing")

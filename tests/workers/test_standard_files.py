@@ -36,7 +36,7 @@ def test_files_stay_out_of_the_places_of_standard_files(closed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [pytest.param("<&-", marks=pytest.mark.slow), "<&- >&- 2>&-"])
 def test_a_run_without_standard_files_trains(model_path, tmp_path, closed):
     command = f'exec "$0" -c "$1" "$2" "$3" {closed}'
     subprocess.run(
