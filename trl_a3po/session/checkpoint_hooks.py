@@ -25,7 +25,8 @@ from trl_a3po.config import A3POConfig
 from trl_a3po.distributed.team import Team
 from trl_a3po.episodes.episode import RolloutFunction
 from trl_a3po.errors import CheckpointError
-from trl_a3po.models.sharded import local_part, plain_class
+from trl_a3po.models.finite import ADVICE, not_finite
+from trl_a3po.models.sharded import plain_class
 from trl_a3po.models.unwrap import base_model
 from trl_a3po.publish.quantised import keep_trained_dtypes
 from trl_a3po.report.model_card import complete_model_card
@@ -199,20 +200,13 @@ def _written_whole(trainer: "CheckpointHooks", folder: Path) -> Iterator[None]:
 def _check_weights(trainer: "CheckpointHooks", folder: Path) -> None:
     """Raise `CheckpointError` in every process if a trained weight is not a number in one of them: no later step would
     make it one again. Of a weight that is spread over processes, each looks at its part."""
-    trained = ((name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad)
-    found = trainer._team.gather(next((name for name, weight in trained if not _is_finite(weight)), None))
+    found = trainer._team.gather(not_finite(trainer.model))
 
     def refuse() -> None:
         for name in filter(None, found or ()):
             raise CheckpointError(
                 f"The checkpoint {folder} is not written, because weights are not finite any more ({name!r}): a loss "
-                "or a gradient was NaN or infinite. Resume from the checkpoint before, with a lower learning_rate, a "
-                "max_grad_norm, or bf16=True instead of fp16=True."
+                f"or a gradient was NaN or infinite. Resume from the checkpoint before, {ADVICE}."
             )
 
     trainer._team.run_on_main(refuse)
-
-
-@torch.no_grad()
-def _is_finite(weight: torch.Tensor) -> bool:
-    return bool(local_part(weight).isfinite().all())

@@ -13,6 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trl_a3po.config import A3POConfig
+from trl_a3po.errors import EngineError, GenerationFailed
+from trl_a3po.models.finite import ADVICE, not_finite
 from trl_a3po.models.image_token import image_token_of
 from trl_a3po.protocol.engine import SamplingSettings
 from trl_a3po.protocol.records import Group
@@ -160,11 +162,20 @@ class Session:
             self.queue.sample_again(since)
 
     def take(self, version: int) -> list[Group]:
-        """The next groups, to be trained at policy version `version`. It raises what the queue's `take` raises."""
+        """The next groups, to be trained at policy version `version`. It raises what the queue's `take` raises, or
+        `EngineError` where nothing can be sampled because weights are not finite."""
         check_unchanged(self._sampling, self._current_sampling())
         found, began = self.queue.status(), self.timeline.now()
-        with self._termination.may_interrupt():
-            groups = self.queue.take(version)
+        try:
+            with self._termination.may_interrupt():
+                groups = self.queue.take(version)
+        except GenerationFailed as error:
+            if (name := not_finite(self._model)) is None:
+                raise
+            raise EngineError(
+                f"Nothing can be sampled, because weights of the policy are not finite any more ({name!r}): a loss or "
+                f"a gradient was NaN or infinite. Resume from the newest checkpoint, {ADVICE}."
+            ) from error
         facts = facts_of_take(found, self.queue.status(), self.engine.stats())
         self.timeline.lasted("take", began, version=version, **facts)
         return groups
