@@ -55,6 +55,14 @@ def test_without_deepspeed_nothing_is_looked_for(tmp_path, caplog, lock):
     assert not warned(tmp_path, caplog)
 
 
+def test_a_folder_that_cannot_be_looked_at_is_left_out(tmp_path, caplog, lock, launched, monkeypatch):
+    def refused(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("pathlib.Path.iterdir", refused)
+    assert not warned(tmp_path, caplog)
+
+
 def test_the_launcher_says_that_deepspeed_is_used(monkeypatch):
     from trl_a3po.config.compile_locks import is_launched_with_deepspeed
 

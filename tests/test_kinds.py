@@ -5,12 +5,14 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from trl import ModelConfig
 
+from tests.runs import build
 from tests.test_cli import refused
 from trl_a3po import A3POConfig
 from trl_a3po.cli.train import parse_command
-from trl_a3po.config.check_kinds import FILES, MAY_BE_INFINITE, MAY_BE_NONE, check_kinds
+from trl_a3po.config.check_kinds import COUNTS, FILES, MAY_BE_INFINITE, NEVER_NONE, check_kinds
 
 FRACTIONS = [
     "max_steps",
@@ -36,9 +38,9 @@ def test_a_number_of_another_kind_is_refused_by_name(name, value):
 
 def test_numbers_of_the_right_kind_are_kept():
     kept = {"max_steps": np.int64(3), "learning_rate": np.float32(0.5), "warmup_steps": 0.1, "save_steps": 0.5}
-    kept |= {"logging_steps": 5, "reward_weights": [1, 0.5], "eval_steps": None} | dict.fromkeys(
-        MAY_BE_INFINITE, math.inf
-    )
+    kept |= {"logging_steps": 5, "reward_weights": [1, 0.5], "eval_steps": None, "eval_delay": None}
+    kept |= {"weight_decay": torch.tensor(0.5), "dataloader_num_workers": False}
+    kept |= dict.fromkeys(set(MAY_BE_INFINITE) - kept.keys(), math.inf)
     args = A3POConfig(use_cpu=True, **kept)
     assert {name: getattr(args, name) for name in kept} == kept
 
@@ -48,9 +50,40 @@ def test_a_number_that_counts_may_be_written_as_a_float():
     assert repr(args.max_steps) == "1000" and repr(args.save_total_limit) == "2"
 
 
-@pytest.mark.parametrize("name", MAY_BE_NONE)
-def test_what_is_off_may_be_none(name):
-    assert getattr(A3POConfig(use_cpu=True, **{name: None}), name) is None
+def test_numbers_of_numpy_are_numbers_for_settings_of_ours_too():
+    args = A3POConfig(use_cpu=True, max_staleness=np.int64(2), reward_timeout=np.int64(3), temperature=np.float32(0.5))
+    assert [repr(value) for value in (args.max_staleness, args.reward_timeout, args.temperature)] == ["2", "3", "0.5"]
+
+
+@pytest.mark.parametrize("name", NEVER_NONE)
+def test_numbers_that_training_needs_are_not_none(name):
+    with pytest.raises(ValueError, match=rf"^{name}=None must be a (whole )?number\.$"):
+        A3POConfig(use_cpu=True, **{name: None})
+
+
+def test_filters_of_sampling_may_be_none(model_path, tmp_path):
+    trainer = build(model_path, tmp_path, max_steps=1, top_p=None, repetition_penalty=None)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_is_counted_is_at_least_one(name):
+    with pytest.raises(ValueError, match=f"^{name}=0 must be at least 1"):
+        A3POConfig(use_cpu=True, **{name: 0})
+
+
+@pytest.mark.parametrize(
+    "name, value", [("reward_weights", 1.0), ("generation_kwargs", 5), ("model_init_kwargs", 2.0)]
+)
+def test_a_number_is_neither_a_list_nor_a_dictionary(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}={value!r} (must be a list|is not a dictionary)"):
+        A3POConfig(use_cpu=True, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["eval_strategy", "save_strategy", "logging_strategy"])
+def test_an_unquoted_no_of_yaml_is_no(name):
+    assert getattr(A3POConfig(use_cpu=True, **{name: False}), name) == "no"
 
 
 @pytest.mark.parametrize("value", ["{'bad", "{bad", '{"top_k": 5', '{"top_k"}', "bad", "", "nowhere.json"])

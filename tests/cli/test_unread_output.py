@@ -55,3 +55,8 @@ def test_nothing_is_said_at_the_end_of_the_process_either(tmp_path):
             stdout=output, stderr=subprocess.PIPE, text=True, timeout=300, check=False,
         )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_command_without_an_output_ends_well(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it where file 1 was closed
+    main(["env"])

@@ -20,9 +20,10 @@ def quiet_when_unread() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()  # else the interpreter does it at its end, and complains
+            if sys.stdout is not None:  # it is None in a process without one
+                sys.stdout.flush()  # else the interpreter does it at its end, and complains
     except BrokenPipeError:
-        unread = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
+        unread = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and _is_unread(stream)]
         if not unread:
             raise
         for stream in unread:

@@ -94,6 +94,9 @@ class A3POConfig(
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and torch.accelerator.is_available()
+        for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+            if getattr(self, name) is False:  # YAML reads an unquoted no so
+                setattr(self, name, "no")
         self._find_files()
         check_kinds(self, GRPOConfig)
         if self.deepspeed is not None or is_launched_with_deepspeed():

@@ -1,7 +1,7 @@
 """What kind of value a setting of TRL or transformers has, which they do not check: numbers and dictionaries.
 
 Guarantees: a setting that counts has no fraction, and one that is written as 1e3 is 1000; no number is NaN, and only
-limits that switch something off are infinite or `None`; text in place of a dictionary is JSON, or the name of a file
+limits that switch something off are infinite; text in place of a dictionary is JSON, or the name of a file
 where it may be one.
 """
 
@@ -13,12 +13,21 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_origin, get_type_hints
 
+import torch
+
 from trl_a3po.config.annotations import members
 
-MAY_BE_INFINITE = ("max_grad_norm", "epsilon_high")
-"""Limits that are never reached then."""
-MAY_BE_NONE = ("max_grad_norm", "top_p", "top_k", "repetition_penalty")
-"""What the Trainer and `generate` do not do then, whatever the annotation says."""
+MAY_BE_INFINITE = (
+    *("max_grad_norm", "epsilon", "epsilon_high", "off_policy_mask_threshold", "entropy_coef_max"),  # never reached
+    *("num_train_epochs", "eval_delay"),  # max_steps ends the run; there is no evaluation
+)
+NEVER_NONE = (
+    *("learning_rate", "max_steps", "num_train_epochs", "max_grad_norm", "weight_decay", "seed"),
+    *("beta", "epsilon", "num_iterations", "top_k", "gradient_accumulation_steps", "per_device_train_batch_size"),
+)
+"""Numbers without which training fails later. Of the others, TRL and transformers accept `None`."""
+COUNTS = ("num_generations", "num_iterations", "per_device_train_batch_size", "gradient_accumulation_steps")
+"""Whole numbers of at least 1."""
 FILES = ("accelerator_config", "deepspeed", "fsdp_config")
 """Dictionaries that may be the path of a JSON file."""
 
@@ -31,30 +40,38 @@ def check_kinds(settings: Any, declared: type | None = None) -> None:
     """
     hints = get_type_hints(declared or type(settings))
     for field in (field for field in fields(declared or settings) if field.init):
-        value, kinds = getattr(settings, field.name), set(members(hints[field.name]))
-        if value is not None or not (field.default is None or NoneType in kinds or field.name in MAY_BE_NONE):
-            _check_value(field.name, value, kinds - {NoneType})
-            if kinds - {NoneType} == {int}:
+        value, kinds = getattr(settings, field.name), set(members(hints[field.name])) - {NoneType}
+        if value is not None or field.name in NEVER_NONE:
+            _check_value(field.name, value, kinds)
+            if kinds == {int}:
                 setattr(settings, field.name, int(value))
 
 
 def _check_value(name: str, value: Any, kinds: set[Any]) -> None:
-    if kinds == {list[float]} and isinstance(value, list):
+    if kinds == {list[float]}:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{name}={value!r} must be a list of numbers.")
         for number in value:
             _check_number(name, value, number, whole=False)
     elif kinds in ({int}, {float}):
         _check_number(name, value, value, whole=kinds == {int})
     elif isinstance(value, str) and any(dict in (kind, get_origin(kind)) for kind in kinds):
         _check_dictionary(name, value)
+    elif isinstance(value, Real) and kinds and all(dict in (kind, get_origin(kind)) or kind is str for kind in kinds):
+        raise ValueError(f"{name}={value!r} is not a dictionary: write it as {name}='{{\"key\": value}}'.")
 
 
 def _check_number(name: str, value: Any, number: Any, *, whole: bool) -> None:
-    if isinstance(number, bool) or not isinstance(number, Real):
+    if isinstance(number, torch.Tensor) and number.ndim == 0:
+        number = number.item()
+    if number is True or not isinstance(number, Real):
         raise ValueError(f"{name}={value!r} must be a {'whole ' * whole}number.")
     if math.isnan(number) or (math.isinf(number) and name not in MAY_BE_INFINITE):
         raise ValueError(f"{name}={value!r} must be a finite number.")
     if whole and number != math.floor(number):
         raise ValueError(f"{name}={value!r} must be a whole number.")
+    if name in COUNTS and number < 1:
+        raise ValueError(f"{name}={value!r} must be at least 1.")
 
 
 def _check_dictionary(name: str, text: str) -> None:

@@ -1,11 +1,14 @@
 """Each setting by itself, and the few that need one another: choices, types, ranges of numbers, checkpoints, the
 training forward.
 
-Guarantees: what passes has the type and the range that its help gives; nothing is changed.
+Guarantees: what passes has the type and the range that its help gives; nothing is changed but numbers of NumPy, which
+become Python's.
 """
 
 import math
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from trl_a3po.config.annotations import Annotation, annotations
 from trl_a3po.objectives.table import OBJECTIVES
@@ -76,6 +79,8 @@ def check_numbers(config: "A3POConfig") -> None:
     """Raise `ValueError` for a number outside the range of its setting."""
     for annotation in (*annotations(), *INHERITED_NUMBERS):
         value = getattr(config, annotation.name)
+        if isinstance(value, np.generic):
+            setattr(config, annotation.name, value := value.item())
         if annotation.range is None or (annotation.optional and value is None):
             continue
         if annotation.type is int:

@@ -8,6 +8,7 @@ Guarantees: nothing is deleted; a compilation that goes on is not reported.
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ def warn_of_stale_locks() -> None:
     """Warn of locks whose folder has not changed for `QUIET` seconds."""
     stale = sorted(str(lock) for lock in _locks() if time.time() - _changed(lock.parent) > QUIET)
     if stale:
-        names = " ".join(stale)
+        names = shlex.join(stale)
         logger.warning(
             f"A compilation that was killed has left {names}, which DeepSpeed would wait for without an end. If the "
             f"run does not go on, stop it, delete what was left (rm {names}), and start it again."
@@ -46,5 +47,5 @@ def _changed(folder: Path) -> float:
     """When a file of `folder` was last written, as `time.time()` counts."""
     try:
         return max(file.stat().st_mtime for file in folder.iterdir())
-    except (FileNotFoundError, ValueError):  # the compilation has ended meanwhile
+    except (OSError, ValueError):  # the compilation has ended meanwhile, or this user may not look at it
         return time.time()

@@ -127,10 +127,10 @@ def sampling_settings(args: A3POConfig, generation_config: GenerationConfig, mod
     return SamplingSettings(
         max_new_tokens=effective["max_new_tokens"],
         temperature=effective["temperature"],
-        top_p=effective["top_p"],
+        top_p=1.0 if effective["top_p"] is None else effective["top_p"],  # as `generate` takes them
         top_k=effective["top_k"],
         min_p=effective["min_p"],
-        repetition_penalty=effective["repetition_penalty"],
+        repetition_penalty=1.0 if effective["repetition_penalty"] is None else effective["repetition_penalty"],
         stop_token_ids=tuple(dict.fromkeys((*_ids(own["eos_token_id"]), *_ids(own.get(STOP_TOKEN_IDS))))),
         suppress_token_ids=tuple(effective["suppress_tokens"] or ()),
         min_new_tokens=effective["min_new_tokens"] or 0,
