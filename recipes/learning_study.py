@@ -176,7 +176,7 @@ def main():
     output = output_folder(arguments.output)
     try:
         read_results(output)  # before anything is trained
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(str(error))
     if not arguments.figure:
         with alone_in(output):

@@ -51,7 +51,7 @@ def read_run(path: Path) -> Result | None:
         return None
     with _lines_of_the_study(path):
         steps = columns([line for line in lines if "step" in line])
-        return Result(Run(**lines[0]["run"]), steps, next((line for line in lines if "done" in line), {}))
+        return _checked(Run(**lines[0]["run"]), steps, next((line for line in lines if "done" in line), {}))
 
 
 def first_steps(results: Iterable[Result], count: int) -> list[Result]:
@@ -86,11 +86,25 @@ def read_results(folder: Path) -> list[Result]:
 
 
 def _read_table(path: Path) -> Iterable[Result]:
-    lines = path.read_bytes().splitlines() if path.is_file() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     for number, text in enumerate(lines, 1):
-        line = _read_line(path, number, text)
-        with _lines_of_the_study(path):
-            yield Result(Run(**line["run"]), line["steps"], line["end"])
+        if text.strip():
+            line = _read_line(path, number, text)
+            with _lines_of_the_study(path):
+                yield _checked(Run(**line["run"]), line["steps"], line["end"])
+
+
+def _checked(run: Run, steps: Steps, end: dict[str, float]) -> Result:
+    """Raises `KeyError`, `IndexError`, `AttributeError` or `TypeError` for a part that is of another kind."""
+    for name, kind in (("staleness", int), ("seed", int), ("learning_rate", float | int), ("method", str)):
+        if not isinstance(getattr(run, name), kind):
+            raise TypeError(f"{name} is {getattr(run, name)!r}")
+    for name, values in steps.items():
+        if not all(value is None or isinstance(value, float | int) for value in values):
+            raise TypeError(f"{name} is no column of numbers")
+    if end and math.isnan(end["held_out"] + (steps["reward"][-1] or 0.0)):
+        raise TypeError("a reward is NaN")
+    return Result(run, steps, end)
 
 
 def _read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -107,7 +121,7 @@ def _read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
 def _lines_of_the_study(path: Path) -> Iterator[None]:
     try:
         yield
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise _not_of_the_study(path, f"{type(error).__name__}: {error}") from error
 
 

@@ -279,6 +279,31 @@ def test_a_file_that_is_not_of_the_study_is_named(tmp_path, monkeypatch, file, c
     assert path.read_bytes() == content
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": 5},
+        {"steps": {}},
+        {"steps": {"reward": ["0.5"]}},
+        {"steps": {"reward": []}},
+        {"end": 7},
+        {"end": {"done": True}},
+        {"run": {"staleness": "8"}},
+    ],
+    ids=str,
+)
+def test_a_part_of_another_kind_is_named(tmp_path, monkeypatch, change):
+    run = {"task": "sums", "method": "plain", "staleness": 8, "seed": 0, "learning_rate": 1e-5} | change.get("run", {})
+    line = {"steps": {"reward": [0.5]}, "end": {"done": True, "held_out": 0.5}} | change | {"run": run}
+    (tmp_path / "results.jsonl").write_text("\n" + json.dumps(line) + "\n")
+    assert "results.jsonl is no file of this study (" in refused(monkeypatch, "--output", tmp_path)
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path, monkeypatch):
+    (tmp_path / "results.jsonl").mkdir()
+    assert "results.jsonl" in refused(monkeypatch, "--output", tmp_path)
+
+
 @pytest.mark.parametrize("inside", ["", "/folder"])
 def test_a_file_is_no_folder_to_write_into(tmp_path, monkeypatch, inside):
     (tmp_path / "file").write_text("")
