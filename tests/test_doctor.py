@@ -368,3 +368,9 @@ def test_the_error_in_what_a_run_printed_comes_with_its_advice(tmp_path, capsys)
 def test_nothing_to_examine_is_said(tmp_path, capsys):
     assert doctor(capsys, tmp_path / "none")[0] == 2
     assert doctor(capsys, tmp_path / "none.yaml")[0] == 2
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", str(tmp_path)])
+    assert ended.value.code == 2 and f"{tmp_path} holds neither a run" in capsys.readouterr().err

@@ -48,8 +48,8 @@ def diagnose(path: Path) -> list[str]:
     findings = list(_of_checkpoints(checkpoint.checkpoints(path))) if path.is_dir() else []
     if not findings and not timeline.is_file():
         raise FileNotFoundError(
-            f"{path} holds neither a run ({NAME}) nor a checkpoint: give a recipe, a run's output_dir, a checkpoint or "
-            "a log."
+            f"{path} holds neither a run ({NAME}) nor a checkpoint: give a recipe, a run's output_dir, a checkpoint "
+            "or a log."
         )
     return [*findings, *(_of_timeline(read_timeline(timeline)) if timeline.is_file() else ())]
 
