@@ -94,9 +94,7 @@ class A3POConfig(
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and torch.accelerator.is_available()
-        for name in ("eval_strategy", "save_strategy", "logging_strategy"):
-            if getattr(self, name) is False:  # YAML reads an unquoted no so
-                setattr(self, name, "no")
+        self._read_unquoted_no()
         self._find_files()
         check_kinds(self, GRPOConfig)
         if self.deepspeed is not None or is_launched_with_deepspeed():
@@ -224,6 +222,12 @@ class A3POConfig(
     def completions_per_micro_step(self) -> int:
         """The completions that all processes together train in one micro-step."""
         return self.generation_batch_size // self.steps_per_generation
+
+    def _read_unquoted_no(self) -> None:
+        """YAML reads it as False."""
+        for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+            if getattr(self, name) is False:
+                setattr(self, name, "no")
 
     def _find_files(self) -> None:
         """Paths that `TrainingArguments` reads at once, with the home folder for `~`."""

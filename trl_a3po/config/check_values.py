@@ -81,16 +81,21 @@ def check_numbers(config: "A3POConfig") -> None:
         value = getattr(config, annotation.name)
         if isinstance(value, np.generic):
             setattr(config, annotation.name, value := value.item())
-        if annotation.range is None or (annotation.optional and value is None):
-            continue
-        if annotation.type is int:
-            if type(value) is not int or value not in annotation.range:
-                raise ValueError(f"{annotation.name}={value!r} must be a whole number of {annotation.range}.")
-        elif not (_is_number(value) and value in annotation.range):
-            raise ValueError(f"{annotation.name}={value!r} must be a finite number {annotation.range}.")
+        if not (annotation.optional and value is None):
+            _check_number(annotation, value)
     _check_cap(config)
     if config.reward_on_timeout is not None:
         _check_reward_on_timeout(config, config.reward_on_timeout)
+
+
+def _check_number(annotation: Annotation, value: Any) -> None:
+    if annotation.range is None:
+        return
+    if annotation.type is int:
+        if type(value) is not int or value not in annotation.range:
+            raise ValueError(f"{annotation.name}={value!r} must be a whole number of {annotation.range}.")
+    elif not (_is_number(value) and value in annotation.range):
+        raise ValueError(f"{annotation.name}={value!r} must be a finite number {annotation.range}.")
 
 
 def check_forward(config: "A3POConfig") -> None:
