@@ -67,3 +67,9 @@ def test_another_error_of_a_dataset_is_not_taken_for_a_missing_one(recipe):
     (recipe.parent / "empty" / "rows.json").write_text("{")
     with pytest.raises(DatasetGenerationError):
         train.run([str(recipe), "--dataset_name", "./empty"])
+
+
+def test_what_the_trainer_refuses_is_one_sentence(recipe):
+    recipe.write_text(recipe.read_text().replace("dataset_function: own.py:rows\n", ""))
+    (recipe.parent / "empty" / "rows.json").write_text('{"question": "1 + 1"}')
+    assert "prompt" in refused("train", recipe, "--dataset_name", "./empty")

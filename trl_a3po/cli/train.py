@@ -6,6 +6,7 @@ overrides the recipe; a name that is no field is refused before anything is buil
 """
 
 import argparse
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from datasets import load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
+import trl_a3po
 from trl_a3po.cli.options import (
     OptionParser,
     SettingsError,
@@ -30,6 +32,7 @@ from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_kinds import check_kinds
 from trl_a3po.trainer import A3POTrainer
 
+PACKAGE = Path(trl_a3po.__file__).parent
 ENVIRONMENT = "env"  # the part of a recipe from which TRL sets environment variables
 TEXT_OR_LIST = [name for name, kind in get_type_hints(A3POConfig).items() if {str, list[str]} <= set(get_args(kind))]
 
@@ -186,7 +189,7 @@ def build_trainer(
     """The trainer of a run. Files that `script_args` names are looked for in `folders`.
 
     Raises:
-        SettingsError: a setting of `script_args` or `model_args` names nothing, or cannot hold.
+        SettingsError: a setting or the data name nothing, or cannot hold.
     """
     if model_args.model_name_or_path is None:
         raise SettingsError("model_name_or_path is not set: name a model, as a folder or on the hub.")
@@ -217,9 +220,17 @@ def build_trainer(
             quantization_config=get_quantization_config(model_args),
         )
     except (OSError, ValueError) as error:
-        if not _is_of_the_model(error, Path(model_args.model_name_or_path)):
-            raise
-        raise _cannot_be_had("model_name_or_path", model_args.model_name_or_path, error) from error
+        if _is_of_the_model(error, Path(model_args.model_name_or_path)):
+            raise _cannot_be_had("model_name_or_path", model_args.model_name_or_path, error) from error
+        if isinstance(error, ValueError) and _is_refusal(error):
+            raise SettingsError(str(error)) from error
+        raise
+
+
+def _is_refusal(error: ValueError) -> bool:
+    """Whether the library has raised it on purpose, so that its message says all that a person needs."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return PACKAGE in raised_in.parents
 
 
 def _is_of_the_model(error: Exception, folder: Path) -> bool:
