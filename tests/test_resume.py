@@ -22,7 +22,7 @@ from trl_a3po import A3POConfig
 from trl_a3po.checkpoints import checkpoint
 from trl_a3po.checkpoints.choose_checkpoint import newest_valid
 from trl_a3po.errors import CheckpointError
-from trl_a3po.report.timeline import read_timeline
+from trl_a3po.report.timeline import NAME, read_timeline
 from trl_a3po.testing import StubEngine, scripted_completion
 
 pytestmark = pytest.mark.long
@@ -242,6 +242,21 @@ def test_a_run_can_be_made_longer(build):
     longer = build(max_steps=6)
     longer.train(resume_from_checkpoint=True)
     assert indices(longer.takes) == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("cut", ["", '{"kind": "lo'])
+def test_a_run_that_was_killed_behind_its_last_step_has_ended_once_it_is_resumed(build, cut):
+    trainer = build(max_steps=2)
+    trainer.train()
+    timeline = Path(trainer.args.output_dir) / NAME
+    *lines, last = timeline.read_text().splitlines()
+    assert json.loads(last)["kind"] == "end"
+    timeline.write_text("\n".join(lines) + "\n" + cut)  # as a kill leaves it
+
+    for _ in range(2):
+        build(max_steps=2).train(resume_from_checkpoint=True)
+        ends = [line for line in read_timeline(trainer.args.output_dir) if line["kind"] == "end"]
+        assert [end["error"] for end in ends] == [None]
 
 
 # --- only from a checkpoint that is whole -------------------------------------------------------------------------

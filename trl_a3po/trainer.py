@@ -100,6 +100,7 @@ from trl_a3po.report.progress import restart_clocks
 from trl_a3po.report.rollout_log import RolloutLog, RolloutLogCallback, kept_share
 from trl_a3po.report.run_timeline import TimelineCallback
 from trl_a3po.report.take_metrics import TakeMetrics, add_seconds
+from trl_a3po.report.timeline import end_if_left
 from trl_a3po.report.tracker_names import in_sections
 from trl_a3po.report.trackio_traces import TrackioTraces
 from trl_a3po.report.trainer_plan import trainer_plan
@@ -395,6 +396,8 @@ class A3POTrainer(ReplayHooks, GRPOTrainer):
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.state.global_step >= self.state.max_steps:  # resumed at the end: Trainer would train one more step
             self.control.should_training_stop = True
+            if not self._running:
+                self._team.run_on_main(lambda: end_if_left(Path(self.args.output_dir)))
             return
         super()._run_epoch(*args, **kwargs)
         if not self._running and self._resumed is None:  # Trainer would end such a run with a warning

@@ -32,6 +32,7 @@ All times are in seconds since 1970; missing numbers are `null`. The kinds of li
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -151,6 +152,21 @@ class Timeline:
             self._lines.append(self._line(kind, facts))
         except (TypeError, ValueError) as error:
             self._give_up(error)
+
+
+def end_if_left(folder: Path) -> None:
+    """Append the end of a run that was killed behind its last optimizer step, once a process has found nothing left to
+    train. Does nothing where there is no timeline, or where it has its end."""
+    path = folder / NAME
+    try:
+        if path.is_file() and (lines := read_timeline(path)) and lines[-1]["kind"] != "end":
+            end = Timeline._line("end", {"time": Timeline.now(), "error": None})
+            with path.open("r+b") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)  # what the kill has left of a line
+                file.seek(0, os.SEEK_END)
+                file.write(end.encode())
+    except (OSError, ValueError) as error:
+        logger.warning("The timeline %s cannot be given its end: %s", path, error)
 
 
 def read_timeline(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
