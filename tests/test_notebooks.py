@@ -9,6 +9,8 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 QUICK = "02_staleness"
+# What they run is run by tests/scripts, tests/episodes and tests/recipes too.
+REPEATS = ("04_your_reward_and_dataset", "06_agents", "07_vision")
 INDEX = (FOLDER / "README.md").read_text()
 
 
@@ -16,11 +18,12 @@ def code_cells(path: Path) -> list[dict]:
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
+def marks_of(path: Path) -> list:
+    return [] if path.stem == QUICK else [pytest.mark.slow if path.stem in REPEATS else pytest.mark.long]
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem != QUICK)) for path in NOTEBOOKS],
-)
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=marks_of(path)) for path in NOTEBOOKS])
 def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
     pytest.importorskip("ipykernel")
     nbclient = pytest.importorskip("nbclient")
@@ -31,6 +34,14 @@ def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
         cell.source = re.sub(r"^STEPS = \d+", "STEPS = 2", cell.source, flags=re.MULTILINE)
         cell.source = cell.source.replace('"../outputs/', f'"{tmp_path}/')
     nbclient.NotebookClient(notebook, timeout=800, resources={"metadata": {"path": str(FOLDER)}}).execute()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_a_notebook_imports_of_the_library_is_there(path):
+    lines = (line for cell in code_cells(path) for line in "".join(cell["source"]).splitlines())
+    imports = [line for line in lines if re.match(r"(from|import) trl_a3po", line)]
+    assert imports
+    exec("\n".join(imports), {})
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
