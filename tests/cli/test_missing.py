@@ -73,3 +73,8 @@ def test_what_the_trainer_refuses_is_one_sentence(recipe):
     recipe.write_text(recipe.read_text().replace("dataset_function: own.py:rows\n", ""))
     (recipe.parent / "empty" / "rows.json").write_text('{"question": "1 + 1"}')
     assert "prompt" in refused("train", recipe, "--dataset_name", "./empty")
+
+
+@pytest.mark.parametrize("value", ["nowhere", "true"])
+def test_a_checkpoint_that_is_not_there_is_named(recipe, value):
+    assert "resume_from_checkpoint=" in refused("train", recipe, "--resume_from_checkpoint", value)

@@ -168,10 +168,21 @@ def read_recipe(recipe: Path) -> dict[str, Any]:
 def train(
     script_args: A3POScriptArguments, training_args: A3POConfig, model_args: ModelConfig, folders: Sequence[Path]
 ) -> A3POTrainer:
-    """Train once. Files that `script_args` names are looked for in `folders`."""
+    """Train once. Files that `script_args` names are looked for in `folders`.
+
+    Raises:
+        SettingsError: a setting, the data or the checkpoint name nothing, or cannot hold.
+    """
     trainer = build_trainer(script_args, training_args, model_args, folders)
     resume = training_args.resume_from_checkpoint
-    trainer.train({"true": True, "false": None}.get(str(resume).lower(), resume))  # a command line passes only text
+    try:
+        trainer.train(
+            {"true": True, "false": None}.get(str(resume).lower(), resume)
+        )  # a command line passes only text
+    except ValueError as error:
+        if trainer.state.global_step == 0 and _is_refusal(error):
+            raise SettingsError(str(error)) from error
+        raise
     if not training_args.dry_run:
         trainer.save_model(training_args.output_dir)
         trainer.save_state()
