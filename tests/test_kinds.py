@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from trl import ModelConfig
+from trl import GRPOConfig, ModelConfig
 
 from tests.runs import build
 from tests.test_cli import refused
@@ -79,6 +79,12 @@ def test_what_is_counted_is_at_least_one(name):
 def test_a_number_is_neither_a_list_nor_a_dictionary(name, value):
     with pytest.raises(ValueError, match=rf"^{name}={value!r} (must be a list|is not a dictionary)"):
         A3POConfig(use_cpu=True, **{name: value})
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_flag_in_place_of_text_is_as_in_grpo(value):
+    settings = {"use_cpu": True, "scale_rewards": value}
+    assert A3POConfig(**settings).scale_rewards == GRPOConfig(**settings).scale_rewards
 
 
 @pytest.mark.parametrize("name", ["eval_strategy", "save_strategy", "logging_strategy"])

@@ -7,6 +7,7 @@ where it may be one.
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import fields
 from numbers import Real
 from pathlib import Path
@@ -49,16 +50,17 @@ def check_kinds(settings: Any, declared: type | None = None) -> None:
 
 def _check_value(name: str, value: Any, kinds: set[Any]) -> None:
     if kinds == {list[float]}:
-        if not isinstance(value, list | tuple):
+        if isinstance(value, str) or not isinstance(value, Iterable):
             raise ValueError(f"{name}={value!r} must be a list of numbers.")
         for number in value:
             _check_number(name, value, number, whole=False)
     elif kinds in ({int}, {float}):
         _check_number(name, value, value, whole=kinds == {int})
-    elif isinstance(value, str) and any(dict in (kind, get_origin(kind)) for kind in kinds):
-        _check_dictionary(name, value)
-    elif isinstance(value, Real) and kinds and all(dict in (kind, get_origin(kind)) or kind is str for kind in kinds):
-        raise ValueError(f"{name}={value!r} is not a dictionary: write it as {name}='{{\"key\": value}}'.")
+    elif any(dict in (kind, get_origin(kind)) for kind in kinds):
+        if isinstance(value, str):
+            _check_dictionary(name, value)
+        elif isinstance(value, Real):
+            raise ValueError(f"{name}={value!r} is not a dictionary: write it as {name}='{{\"key\": value}}'.")
 
 
 def _check_number(name: str, value: Any, number: Any, *, whole: bool) -> None:
