@@ -16,7 +16,6 @@ import yaml
 from datasets import load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-import trl_a3po
 from trl_a3po.cli.options import (
     OptionParser,
     SettingsError,
@@ -30,9 +29,9 @@ from trl_a3po.cli.recipe import find_function, find_rewards
 from trl_a3po.cli.smoke import smoke_arguments, smoke_reward, smoke_rows
 from trl_a3po.config import A3POConfig
 from trl_a3po.config.check_kinds import check_kinds
+from trl_a3po.rewards.users_frames import PACKAGE
 from trl_a3po.trainer import A3POTrainer
 
-PACKAGE = Path(trl_a3po.__file__).parent
 ENVIRONMENT = "env"  # the part of a recipe from which TRL sets environment variables
 TEXT_OR_LIST = [name for name, kind in get_type_hints(A3POConfig).items() if {str, list[str]} <= set(get_args(kind))]
 
@@ -240,8 +239,7 @@ def build_trainer(
 
 def _is_refusal(error: ValueError) -> bool:
     """Whether the library has raised it on purpose, so that its message says all that a person needs."""
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return PACKAGE in raised_in.parents
+    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(PACKAGE)
 
 
 def _is_of_the_model(error: Exception, folder: Path) -> bool:
